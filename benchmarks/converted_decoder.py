@@ -1,8 +1,8 @@
 """Perplexity of a decoder whose layers are all converted: `python -m benchmarks.converted_decoder MODEL TEXTS`.
 
 MODEL is a folder with a causal language model, TEXTS a folder with `validation/*.txt` and `test/*.txt` of 8,192 tokens or
-more each. The benchmark first tries one setting for all layers. Then it measures how far each layer alone, converted with
-each setting, moves the predictions (KL divergence on validation texts), and combines settings that move them least for a
+more each. The benchmark first tries one threshold for all layers. Then it measures how far each layer alone, converted with
+each threshold, moves the predictions (KL divergence on validation texts), and combines thresholds that move them least for a
 given number of operations. Perplexities are those of the test texts, from token 512 on. Nothing is trained.
 """
 
@@ -28,27 +28,9 @@ FIRST = 512
 """First token whose prediction is measured; earlier ones are context."""
 JUDGED_TEXTS = 3
 """Number of validation texts for the sensitivity of layers."""
-SINKS = 4
-CANDIDATES = [
-    {"chunk": chunk, "top_k": top_k, "beam": beam}
-    for chunk, top_k, beam in (
-        (64, 4, 8),
-        (64, 8, 16),
-        (128, 4, 8),
-        (128, 8, 16),
-        (128, 16, 32),
-        (256, 8, 16),
-        (256, 16, 32),
-        (256, 32, 48),
-        (512, 16, 32),
-        (512, 32, 64),
-    )
-]
+THRESHOLDS = tuple(1 / 2**i for i in range(4, 11))
+"""Settings to try: shares of a query's attention from which a group of keys is exact."""
 TIMES_FEWER: Mapping[int, Sequence[float]] = {4096: (5.0, 6.1, 7.0, 8.0, 10.0), 8192: (8.0, 10.2, 12.0, 14.0, 17.0)}
-
-
-def settings(candidate: Mapping[str, int]) -> dict[str, Any]:
-    return {"branching": (8, 2), "sinks": SINKS, **candidate}
 
 
 class Decoder:
@@ -121,9 +103,9 @@ class Decoder:
 def cheapest(
     moved: Sequence[Sequence[float]], cost: Sequence[float], layers: int, limit: float
 ) -> tuple[list[int], float]:
-    """Choose a setting for every layer that moves predictions least at a mean cost of at most `limit`.
+    """Choose a threshold for every layer that moves predictions least at a mean cost of at most `limit`.
 
-    Every layer takes the setting with the smallest moved + price · cost; bisection finds the price.
+    Every layer takes the threshold with the smallest moved + price · cost; bisection finds the price.
     """
 
     def at(price: float) -> list[int]:
@@ -145,16 +127,22 @@ def main(folder: Path, texts: Path) -> None:
     some = [0, decoder.layers // 2]  # layers hardly differ in cost, so operations are counted in two of them
     base = decoder.losses("test")
     rows, costs = [], {length: [] for length in LENGTHS}  # type: ignore[var-annotated]
-    for candidate in CANDIDATES:
-        convert(decoder.model, **settings(candidate))
+    for threshold in THRESHOLDS:
+        convert(decoder.model, threshold=threshold)
         losses = decoder.losses("test")
         revert(decoder.model)
-        convert(decoder.model, layers=some, **settings(candidate))
+        convert(decoder.model, layers=some, threshold=threshold)
         for length in LENGTHS:
             costs[length].append(decoder.cost(length, some))
             up = 100 * (math.exp(losses[length] - base[length]) - 1)
             rows.append(
-                [f"{length:,}", _named(candidate), 1 / costs[length][-1], math.exp(losses[length]), f"{up:+.2f}%"]
+                [
+                    f"{length:,}",
+                    f"1/{1 / threshold:.0f}",
+                    1 / costs[length][-1],
+                    math.exp(losses[length]),
+                    f"{up:+.2f}%",
+                ]
             )
         revert(decoder.model)
         print(rows[-2:], f"{time.monotonic() - began:.0f} s", flush=True)
@@ -164,8 +152,8 @@ def main(folder: Path, texts: Path) -> None:
     for layer in range(decoder.layers):
         for length in LENGTHS:
             moved[length].append([])
-        for candidate in CANDIDATES:
-            convert(decoder.model, layers=[layer], **settings(candidate))
+        for threshold in THRESHOLDS:
+            convert(decoder.model, layers=[layer], threshold=threshold)
             for length, kl in decoder.moved(exact, every).items():
                 moved[length][layer].append(kl)
             revert(decoder.model)
@@ -175,20 +163,20 @@ def main(folder: Path, texts: Path) -> None:
     for length in LENGTHS:
         for times in TIMES_FEWER[length]:
             picked, _ = cheapest(moved[length], costs[length], decoder.layers, 1 / times)
-            for number, candidate in enumerate(CANDIDATES):
+            for number, threshold in enumerate(THRESHOLDS):
                 layers = [layer for layer, w in enumerate(picked) if w == number]
                 if layers:
-                    convert(decoder.model, layers=layers, **settings(candidate))
+                    convert(decoder.model, layers=layers, threshold=threshold)
             loss = decoder.losses("test")[length]
             up = 100 * (math.exp(loss - base[length]) - 1)
             row = [f"{length:,}", 1 / decoder.cost(length), math.exp(loss), f"{up:+.2f}%"]
             chosen_rows.append(row)
-            kept.append({"tokens": length, "times_fewer": row[1], "increase_percent": up, "ways": picked})
+            kept.append({"tokens": length, "times_fewer": row[1], "increase_percent": up, "picked": picked})
             revert(decoder.model)
             print(row, picked, flush=True)
     RESULTS.mkdir(exist_ok=True)
     data = {
-        "ways": [settings(candidate) for candidate in CANDIDATES],
+        "thresholds": THRESHOLDS,
         "costs": costs,
         "moved": moved,
         "chosen": kept,
@@ -201,22 +189,18 @@ def main(folder: Path, texts: Path) -> None:
         "A converted decoder: perplexity against operations",
         [
             ("Exact", ["tokens", "perplexity"], exact_rows),
-            ("A setting per layer", ["tokens", "× fewer operations", "perplexity", "increase"], chosen_rows),
+            ("A threshold per layer", ["tokens", "× fewer operations", "perplexity", "increase"], chosen_rows),
             (
-                "One setting for all layers",
-                ["tokens", "setting", "× fewer operations", "perplexity", "increase"],
+                "One threshold for all layers",
+                ["tokens", "threshold", "× fewer operations", "perplexity", "increase"],
                 rows,
             ),
         ],
         f"{folder.name}, all {decoder.layers} layers converted without training, causal. {len(decoder.ids['test'])} "
         f"test texts, tokens {FIRST} and later. Attention operations include pooling, selection and clustering. "
-        f"Groups of 8, {SINKS} sinks. Settings per layer were chosen on {JUDGED_TEXTS} validation texts.",
+        f"Thresholds per layer were chosen on {JUDGED_TEXTS} validation texts.",
         command=f"python -m benchmarks.converted_decoder {folder.name} TEXTS",
     )
-
-
-def _named(candidate: Mapping[str, int]) -> str:
-    return f"chunk {candidate['chunk']}, top_k {candidate['top_k']}, beam {candidate['beam']}"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 """Operation counts: the paper's figures, and counts of families and lists."""
 
+import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsa import Hierarchy, HsaError, cluster_keys, flops, flops_flat, flops_regular, select
+from hsa import Hierarchy, HsaError, cluster, cluster_keys, flops, flops_flat, flops_regular, select, select_groups
+from hsa.attention.clustered.flops import operations
+from hsa.attention.clustered.keys import clustering_operations
+from hsa.attention.clustered.selection import lists_of
 from tests.forests import forests, random_inputs
 
 # Table 3 of the paper: average length, MFLOPs of the original and of the hierarchical layer, as printed.
@@ -78,6 +83,31 @@ def test_clustering_is_counted_separately():
     clusters = cluster_keys(k, forest)
     selection = select(q, k, forest, top_k=2, clusters=clusters)
     assert flops(selection, 24, 6, hierarchy=forest, clusters=clusters).clustering == clusters.operations > 0
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=3), st.booleans(), st.booleans(), st.integers(0, 9))
+def test_clustered_count_is_the_sum_over_tiles(lengths, causal, share_lists, seed):
+    draw = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(sum(lengths), heads, 4, generator=draw) for heads in (6, 2))
+    keys = cluster(k, k, lengths, branching=(4, 2, 2))
+    selection = select_groups(q, k, keys, lengths, causal=causal, tile=8, threshold=1 / 8, share_lists=share_lists)
+    counts = flops(selection, 24, 6)
+    layout, entries, scored = selection.layout, 0, 0
+    for tile in range(layout.num_tiles):
+        rows = int(layout.tile_row[tile + 1] - layout.tile_row[tile])
+        chunks = int(layout.tile_chunks[tile])
+        exact = int(layout.tile_end[tile] - layout.tile_exact[tile]) + (rows - 1) * causal
+        lists = lists_of(selection.tile(tile)[0], layout, rows, 0).lengths if chunks else torch.zeros(1)
+        entries += rows * (int(lists.sum()) * 6 // selection.lists + exact * 6)
+        scored += rows * 6 * (chunks * (4 + 4 + 2) + exact) if chunks else 0
+    assert counts.attention == (4 * 24 + 6) * entries // 6
+    assert counts.selection == scored * (2 * 4 + 1)
+    assert counts.pooling == keys.num_chunks * (16 + 4 + 2) * 2 * 2 * 24
+    assert counts.clustering == clustering_operations(keys.num_chunks, 6, 4, layout.shape)
+    assert operations(selection, 24, 6, kv_heads=2).clustering * 3 == counts.clustering
+    without = operations(selection, 24, 6, spread=0.0, top_k=1).selection
+    assert without == sum(n * c for n, c in zip(np.diff(layout.tile_row), layout.tile_chunks, strict=True)) * 6 * 4 * 9
 
 
 def test_invalid_input():

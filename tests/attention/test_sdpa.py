@@ -12,6 +12,8 @@ from hsa.errors import InvalidInput
 
 EVERYTHING = {"clustered": {"top_k": 99}, "multiscale": {"top_k": 99}, "hierarchical": {"branching": (99,)}}
 """Options with which each kind selects all keys: softmax attention."""
+SMALL = {"branching": (4, 2, 4), "tile": 16}
+"""Chunks and tiles of causal attention for short sequences."""
 
 
 def inputs(batch=2, heads=6, queries=53, keys=None, dim=5, kv_heads=None, dtype=torch.float64, seed=0):
@@ -43,12 +45,13 @@ def test_softmax_attention_where_everything_is_selected(kind, left, lengths, sca
 
 @pytest.mark.parametrize("kind", ["clustered", "multiscale"])
 @pytest.mark.parametrize("kv_heads", [6, 2])
-def test_causal_gradients_and_grouped_heads(kind, kv_heads):
+@pytest.mark.parametrize("everything", [{"threshold": 1e-30}, {"top_k": 99}])
+def test_causal_gradients_and_grouped_heads(kind, kv_heads, everything):
     q, k, v = inputs(kv_heads=kv_heads)
     options = {"is_causal": True, "enable_gqa": kv_heads < 6}
     weights = torch.randn(2, 6, 53, 5, dtype=torch.float64)
     outs = [
-        hsa.scaled_dot_product_attention(q, k, v, **options, kind=kind, **EVERYTHING[kind]),
+        hsa.scaled_dot_product_attention(q, k, v, **options, kind=kind, **everything, **SMALL),
         F.scaled_dot_product_attention(q, k, v, **options),
     ]
     torch.testing.assert_close(*outs)
@@ -57,17 +60,38 @@ def test_causal_gradients_and_grouped_heads(kind, kv_heads):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("selection", [{}, {"top_k": 2}, {"threshold": 1 / 16}])
 @pytest.mark.parametrize("kind", ["clustered", "multiscale"])
-def test_a_causal_mask_is_is_causal_and_nothing_leaks(kind):
+def test_a_causal_mask_is_is_causal_and_nothing_leaks(kind, selection):
     q, k, v = inputs(queries=301)
-    options = {"kind": kind, "top_k": 2}
+    options = {"kind": kind, **selection}
     out = hsa.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     by_mask = hsa.scaled_dot_product_attention(q, k, v, torch.ones(301, 301, dtype=torch.bool).tril(), **options)
     assert torch.equal(out, by_mask)
     for gradient in torch.autograd.grad(out[:, :, :200].sum(), (q, k, v)):
         assert not gradient[:, :, 200:].any()
     exact = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert (out - exact).abs().max() > 1e-3  # something is pooled
+    assert (out - exact).abs().max() > 1e-4  # something is pooled
+
+
+def test_causal_attention_is_clustered_attention():
+    """Packed rows get the same, with the defaults of the operator; windows for kind "multiscale"."""
+    q, k, v = (x.detach() for x in inputs(queries=601))
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+
+    def rows(**options):
+        return hsa.scaled_dot_product_attention(q, k, v, is_causal=True, **options).transpose(1, 2).flatten(0, 1)
+
+    def expected(**options):
+        return hsa.clustered_attention(*packed, [601, 601], causal=True, **options)
+
+    torch.testing.assert_close(rows(), expected())
+    torch.testing.assert_close(
+        rows(threshold=0.01, branching=(8, 4, 2), tile=32), expected(threshold=0.01, branching=(8, 4, 2), tile=32)
+    )
+    torch.testing.assert_close(rows(top_k=3), expected(top_k=3))
+    torch.testing.assert_close(rows(kind="multiscale", threshold=0.01), expected(threshold=0.01, windows=True))
+    torch.testing.assert_close(rows(kind="multiscale", top_k=3), expected(top_k=3, windows=True))
 
 
 @pytest.mark.parametrize("kind", ["clustered", "multiscale"])
@@ -149,10 +173,27 @@ def test_nested_sequences_of_other_lengths_are_cross_attention():
         (lambda q, k, v: (q, k, v), {"tile": 2.5}, r"tile: expected an integer of at least 1, got 2.5"),
         (lambda q, k, v: (q, k, v), {"branching": 8}, r"branching: expected family sizes from the leaves up"),
         (lambda q, k, v: (q, k, v), {"branching": (8, 1)}, r"branching\[1\]: expected an integer of at least 2, got 1"),
+        (lambda q, k, v: (q, k, v), {"threshold": 0.1}, r"threshold: expected no value without causality, got 0.1"),
+        (lambda q, k, v: (q, k, v), {"threshold": 2}, r"threshold: expected a number above 0 and at most 1, got 2"),
         (
             lambda q, k, v: (q, k, v),
-            {"chunk": 100},
-            r"chunk: expected a product of the first factors of branching \(8, 2\).*got 100. Pass chunk=128",
+            {"kind": "hierarchical", "threshold": 0.1},
+            r"threshold: expected no value, as threshold is an option of kind 'clustered' and 'multiscale'",
+        ),
+        *(
+            (lambda q, k, v: (q, k, v), {"is_causal": True, **options}, message)
+            for options, message in (
+                ({"threshold": 0.1, "top_k": 2}, r"top_k: expected None with a threshold, got 2"),
+                ({"branching": (8, 2)}, r"branching: expected keys per group, .*, got \(8, 2\)"),
+                ({"branching": (8, 3, 2)}, r"branching\[1\]: expected a power of two"),
+                ({"tile": 24}, r"tile: expected a power of two"),
+                ({"branching": (4, 2, 2)}, r"tile: expected at most 16, the keys of a chunk"),
+                ({"sinks": 2}, r"sinks: expected no value in causal attention .*, got 2"),
+                (
+                    {"kind": "multiscale", "top_k": 2, "near": 1},
+                    r"near: expected no value in causal attention .*, got 1",
+                ),
+            )
         ),
         (lambda q, k, v: (q, k, v), {"dropout_p": 1.0}, r"dropout_p: expected a number from 0 to below 1, got 1.0"),
         (lambda q, k, v: [x[:, :, :0] for x in (q, k, v)], {}, r"sequences of length 0; expected at least one token"),

@@ -221,7 +221,9 @@ def test_experiments_that_cannot_run(refuses, tmp_path):
         (["--calibrate-on", "0"], "calibrate_on", ["expected 1 or more, got 0"]),
         (["--lengths", "62"], "lengths", ["expected 1 to 61, the limit of the model, got 62"]),
         (["--lengths", "0"], "lengths", ["expected 1 to 61, the limit of the model, got 0"]),
-        (["--top-k=-1"], "top_k", ["0 or a positive number", "got -1"]),
+        (["--top-k=-1"], "top_k", ["a number of groups, 0 or more", "got -1"]),
+        (["--threshold", "2"], "threshold", ["a number above 0 and at most 1", "got 2.0"]),
+        (["--threshold", "0.1"], "threshold", ["top_k in its place", "not causal", "got 0.1"]),
         (["--sinks", "many"], "sinks", ["'special', ", "got 'many'"]),
         (["--branching", "1"], "branching[0]", ["expected 2 or more, got 1"]),
         (["--near", "1"], "near", ["0 with kind='clustered'", "got 1"]),
@@ -351,6 +353,7 @@ def test_named_settings(call, models, data):
     }
 
 
-def test_a_model_that_hsa_0_1_converted(refuses, data, tmp_path):
-    save(tmp_path / "old", classifier(hsa={"version": 1, "special_ids": [], "layers": {}}))
-    refuses(("convert", tmp_path / "old", data), "config.hsa['version']", "expected 2", "hsa 0.1 converted")
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_model_that_an_earlier_hsa_converted(refuses, data, tmp_path, version):
+    save(tmp_path / "old", classifier(hsa={"version": version, "special_ids": [], "layers": {}}))
+    refuses(("convert", tmp_path / "old", data), "config.hsa['version']", "expected 3", f"hsa 0.{version} converted")

@@ -17,6 +17,7 @@ from hsa.generation.text_stream import TextStream
 
 TINY = ("--task", "lm", "--cpu", "--width", "16", "--heads", "2", "--layers", "1", "--vocabulary", "300")
 SHORT = ("--context", "32", "--steps", "6", "--batch-tokens", "128", "--branching", "4", "2")
+GROUPS = (*SHORT[:-2], "2", "2", "2", "--tile", "4", "--threshold", "0.125")
 
 
 def tale(folder):
@@ -69,13 +70,23 @@ def test_training_leaves_models_a_report_and_pictures(trained):
 
 
 def test_models_may_be_named_with_commas(call):
-    code, out, err = call("train", tale_here(), *TINY, *SHORT, "--models", "clustered,flat", "--out", "run")
+    code, out, err = call("train", tale_here(), *TINY, *GROUPS, "--models", "clustered,flat", "--out", "run")
     assert (code, err) == (0, "")
     table = [line.split()[0] for line in out.splitlines() if line.startswith(("clustered ", "flat ")) and "M" in line]
     assert table == ["clustered", "flat"]
     assert "clustered against flat: perplexity" in out
     assert 'next: hsa generate run/clustered --prompt "The"' in out
-    assert '"closes": {}' in Path("run/clustered/config.json").read_text()  # windows by default
+    about = json.loads(Path("run/clustered/config.json").read_text())
+    assert about["closes"] == {}  # windows by default
+    assert (about["branching"], about["tile"], about["threshold"], about["top_k"]) == ([2, 2, 2], 4, 0.125, None)
+    code, out, _ = call("generate", "run/clustered", "--prompt", "The cat", "--max-new-tokens", "30", "--cpu")
+    assert (code, len(out) > 1) == (0, True)
+
+
+def test_options_of_clustered_models(fails):
+    asked = ("train", tale_here(), *TINY, "--models", "clustered", "--out", "run")
+    assert "branching: expected keys per group" in fails(*asked, *SHORT)
+    assert "top_k: expected None with a threshold" in fails(*asked, *GROUPS, "--top-k", "2")
 
 
 def tale_here():
@@ -100,7 +111,7 @@ def test_a_finished_run_is_not_trained_again(call, trained):
 def test_a_run_starts_from_the_weights_of_another(call, fails, trained, tmp_path):
     data = trained.parent / "tale.txt"
     asked = ("train", data, *TINY, *SHORT, "--tree", "text", "--init-from", trained, "--out", tmp_path / "longer")
-    assert "init_from: " in fails(*asked, "--models", "multiscale", "clustered")
+    assert "init_from: " in fails(*asked, "--models", "multiscale", "transformer-xl")
     assert not (tmp_path / "longer" / "multiscale").exists()  # nothing was trained in vain
     code, _, _ = call(*asked, "--models", "multiscale", "--learning-rate", "1e-9")
     assert code == 0

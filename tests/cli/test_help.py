@@ -118,7 +118,7 @@ def test_headings_of_conversion(page):
 def test_defaults_are_printed_as_they_are_typed(page):
     text = " ".join(page("train", "--help-all", columns=300).split())
     assert "[default: hierarchical flat deepsets]" in text
-    assert "[default: 32 4]" in text
+    assert "--branching 4 4" in text
     for noise in ("[default: ()]", "[default: False]", "[default: None]", "('"):
         assert noise not in text
 

@@ -18,17 +18,21 @@ MODELS = {name: tiny(name) for name in FAMILIES if name not in ("bart", "vit")}
     side=st.sampled_from(["left", "right"]),
     kind=st.sampled_from(["clustered", "multiscale"]),
     branching=st.sampled_from([(4, 2), (2, 2), (8, 3), (3, 5)]),
-    chunks=st.integers(1, 4),
+    causal=st.sampled_from([{"threshold": 1e-30}, {"top_k": 999}]),
+    shape=st.sampled_from([(4, 2, 2), (2, 2, 2), (8, 4, 2), (8, 8, 4)]),
+    tile=st.sampled_from([1, 2, 8]),
 )
-def test_every_group_exact_is_the_exact_model(family, lengths, seed, side, kind, branching, chunks):
+def test_every_group_exact_is_the_exact_model(family, lengths, seed, side, kind, branching, causal, shape, tile):
     model = MODELS[family]
     ids, mask = random_ids(lengths, seed, side)
     inputs = {"input_ids": ids, "attention_mask": mask}
     if family in DECODERS:
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     exact = run(model, **inputs)
-    options = {"chunk": branching[0] * branching[1] ** chunks} if kind == "clustered" and family in DECODERS else {}
-    convert(model, kind=kind, branching=branching, top_k=999, **options)
+    if family in DECODERS:
+        convert(model, kind=kind, branching=shape, tile=tile, **causal)
+    else:
+        convert(model, kind=kind, branching=branching, top_k=999)
     try:
         out = run(model, **inputs)
     finally:

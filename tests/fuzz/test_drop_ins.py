@@ -28,7 +28,17 @@ def calls(draw, longest):
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     tokens = torch.rand(batch, keys) < draw(st.sampled_from([0.4, 0.9, 2.0]))
     tokens[torch.arange(batch), torch.randint(keys, (batch,))] = True
-    options = {"kind": kind, "is_causal": causal, "enable_gqa": group > 1, "scale": draw(st.sampled_from([None, 0.7]))}
+    small = {
+        "branching": draw(st.sampled_from([(2, 2, 4), (4, 2, 2), (8, 8, 4)])),
+        "tile": draw(st.sampled_from([1, 4, 16])),
+    }
+    options = {
+        "kind": kind,
+        "is_causal": causal,
+        **(small if causal else {}),
+        "enable_gqa": group > 1,
+        "scale": draw(st.sampled_from([None, 0.7])),
+    }
     return q, k, v, tokens, options
 
 
@@ -46,10 +56,11 @@ def mask_of(tokens, queries, draw):
 @given(calls(40), st.data())
 def test_everything_selected_is_softmax_attention(call, data):
     q, k, v, tokens, options = call
+    everything = EVERYTHING[options["kind"]]
+    if options["is_causal"]:
+        everything = data.draw(st.sampled_from([everything, {"threshold": 1e-30}]))
     is_self = q.shape[2] == k.shape[2]
-    out = hsa.scaled_dot_product_attention(
-        q, k, v, mask_of(tokens, q.shape[2], data.draw), **options, **EVERYTHING[options["kind"]]
-    )
+    out = hsa.scaled_dot_product_attention(q, k, v, mask_of(tokens, q.shape[2], data.draw), **options, **everything)
     mask = tokens[:, None, None].expand(-1, 1, q.shape[2], -1)
     if options["is_causal"]:
         mask = mask & torch.ones(mask.shape[2:], dtype=torch.bool).tril()
@@ -59,10 +70,14 @@ def test_everything_selected_is_softmax_attention(call, data):
     torch.testing.assert_close(out.transpose(1, 2)[rows], expected.transpose(1, 2)[rows], rtol=1e-9, atol=1e-9)
 
 
-@given(calls(300), st.integers(0, 4))
-def test_padding_the_batch_and_later_tokens_do_not_matter(call, top_k):
+@given(calls(300), st.integers(0, 4), st.sampled_from([None, 1 / 4, 1 / 64]))
+def test_padding_the_batch_and_later_tokens_do_not_matter(call, top_k, threshold):
     q, k, v, tokens, options = call
-    if options["kind"] != "hierarchical":
+    if options["is_causal"] and threshold is not None:
+        options["threshold"] = threshold
+    elif options["kind"] == "multiscale" and options["is_causal"] and top_k == 0:
+        del options["branching"]  # a tree of windows; only neighbours are exact
+    elif options["kind"] != "hierarchical":
         options["top_k"] = max(top_k, int(options["kind"] == "clustered" or q.shape[2] != k.shape[2]))
     is_self = q.shape[2] == k.shape[2]
     attend = hsa.scaled_dot_product_attention

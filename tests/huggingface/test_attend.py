@@ -19,6 +19,8 @@ WAYS = {
     "hierarchical": {"kind": "hierarchical", "branching": (4, 2)},
 }
 HEADS = 4
+SMALL = {"branching": (4, 2, 2), "tile": 8, "near": 0}
+"""Chunks and tiles of causal layers that select groups."""
 
 
 def padded(lengths, side="right", kv_heads=2, asking=None, seed=5):
@@ -37,12 +39,12 @@ def padded(lengths, side="right", kv_heads=2, asking=None, seed=5):
 def test_weights_give_the_output(way, causal, side):
     if causal and way == "hierarchical":
         pytest.skip("leaks, and is refused")
-    settings = LayerSettings(**WAYS[way], **({"chunk": 8} if causal and way == "clustered" else {}))
+    settings = LayerSettings(**{**WAYS[way], **(SMALL if causal else {})})
     for asking in [None, 7] if causal and side == "left" else [None]:
         q, k, v, mask = padded([23, 17, 1 if asking is None else 9], side, asking=asking)
         sequences = Sequences(mask, causal=causal, first_query=0 if asking is None else mask.shape[1] - asking)
-        out, weights, _ = attend_layer(settings, q, k, v, sequences, scale=0.7, weights=True)
-        silent, none, _ = attend_layer(settings, q, k, v, sequences, scale=0.7)
+        out, weights, *_ = attend_layer(settings, q, k, v, sequences, scale=0.7, weights=True)
+        silent, none, *_ = attend_layer(settings, q, k, v, sequences, scale=0.7)
         assert none is None
         assert torch.equal(silent, out)
         assert out.shape == (3, q.shape[2], 6, 5)
@@ -85,9 +87,10 @@ def test_a_bias_for_every_head(kind):
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_groups_exact_is_softmax(way, causal):
     """The operator itself is tested here: models use PyTorch's attention for short texts."""
+    shape = SMALL if causal else {"branching": (4, 2)}
     settings = {
-        "clustered": LayerSettings(branching=(4, 2), top_k=99, chunk=8 if causal else None),
-        "windows": LayerSettings(kind="multiscale", branching=(4, 2), top_k=99),
+        "clustered": LayerSettings(**shape, top_k=99),
+        "windows": LayerSettings(kind="multiscale", **shape, top_k=99),
         "neighbours": LayerSettings(kind="multiscale", branching=(4, 2), top_k=0, near=99),
         "one window": LayerSettings(kind="multiscale", branching=(64,), top_k=0, sinks=None),
     }[way]

@@ -5,7 +5,7 @@ import torch
 
 from hsa.errors import InvalidInput
 from hsa.huggingface import convert, counting, layer_plan
-from hsa.huggingface.layer_plan import FEW, Call, LayerPlan, exact_is_cheaper
+from hsa.huggingface.layer_plan import Call, LayerPlan, exact_is_cheaper
 from hsa.huggingface.observe import probing
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
@@ -49,10 +49,12 @@ def test_the_path_without_a_cache():
     [
         (None, False),
         (LayerSettings(), True),
-        (LayerSettings(branching=(8, 2, 2)), False),
+        (LayerSettings(threshold=1 / 8), True),
         (LayerSettings(sinks="special"), False),
         (LayerSettings(**WINDOWS), True),
-        (LayerSettings(kind="multiscale"), False),
+        (LayerSettings(kind="multiscale"), True),
+        (LayerSettings(kind="multiscale", threshold=1 / 8), True),
+        (LayerSettings(kind="multiscale", top_k=1), True),
         (LayerSettings(kind="multiscale", tree=lambda ids: None, top_k=0), False),
         (LayerSettings(kind="hierarchical"), False),
     ],
@@ -81,13 +83,13 @@ def test_the_path_of_a_prompt():
 
 def test_the_path_of_new_tokens():
     clustered, windows = LayerPlan(0, LayerSettings()), LayerPlan(0, LayerSettings(**WINDOWS))
-    for new, path in ((1, "steps"), (FEW, "steps"), (FEW + 1, "whole")):
+    for new, path in ((1, "steps"), (2, "inside"), (17, "inside")):
         assert clustered.cache_path(call(40, new), sequences([40], new), empty=False) == path
         assert windows.cache_path(call(40, new), sequences([40], new), empty=False) == "steps"
     padding = sequences([40, 3], 5)  # two of the new positions of the second sequence
     asks = call(40, 5, weights=True), sequences([40], 5)
-    for arguments in ((call(40, 5), padding), asks):
-        assert clustered.cache_path(*arguments, empty=False) == "whole"
+    for arguments, path in (((call(40, 5), padding), "inside"), (asks, "whole")):
+        assert clustered.cache_path(*arguments, empty=False) == path
         with pytest.raises(InvalidInput, match="keeps no leaves"):
             windows.cache_path(*arguments, empty=False)
 
@@ -98,7 +100,7 @@ def test_the_path_of_new_tokens():
 )
 def test_trees_save_from_one_length_on(settings, causal):
     short = [exact_is_cheaper(settings, length, causal=causal) for length in (*range(1, 200), *range(200, 6000, 97))]
-    assert short[0] or (causal and settings.top_k == 0)  # in which case even one family is pooled
+    assert short[0] or (causal and settings.kind == "multiscale")  # in which case even one family is pooled
     assert not short[-1]
     assert short == sorted(short, reverse=True)
 
@@ -158,7 +160,7 @@ def test_outputs_do_not_depend_on_other_sequences_of_the_batch(weights):
 
 def test_a_causal_token_does_not_depend_on_the_length_of_the_text():
     model = tiny("llama")
-    convert(model, kind="multiscale", branching=(4, 2), top_k=3)
+    convert(model, kind="multiscale", branching=(4, 2, 2), tile=8, top_k=3)
     ids, _ = random_ids([61])
     whole = model(input_ids=ids).logits
     for length in (3, 11, 13, 17, 20, 21, 40):

@@ -23,14 +23,14 @@ WAYS = {
     "clustered": {"kind": "clustered", "branching": (4, 2), "top_k": 1},
     "clustered, tiles": {"kind": "clustered", "branching": (4, 2), "top_k": 1, "tile": 5, "sinks": None},
     "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "near": 1},
-    "windows, beam": {"kind": "multiscale", "branching": (4, 2), "top_k": 2, "beam": 2, "pooled_bias": -1.0},
+    "windows, biased": {"kind": "multiscale", "branching": (4, 2), "top_k": 2, "pooled_bias": -1.0},
     "sentences": {"kind": "multiscale", "tree": "sentences", "branching": (4, 2), "top_k": 1, "sinks": "special"},
     "hierarchical": {"kind": "hierarchical", "branching": (4, 2)},
     "hierarchical, sentences": {"kind": "hierarchical", "tree": "sentences", "branching": (4, 2), "sinks": "special"},
 }
 CAUSAL = {
-    "chunks": {"kind": "clustered", "branching": (4, 2), "top_k": 1, "chunk": 8},
-    "windows": WAYS["windows"],
+    "clusters": {"branching": (4, 2, 2), "tile": 8, "threshold": 1 / 8},
+    "windows": {"kind": "multiscale", "branching": (4, 2, 2), "tile": 4, "top_k": 1},
     "windows, near": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 1},
 }
 TOKENIZER = word_tokenizer()
@@ -130,7 +130,7 @@ def test_masks_of_four_dimensions(kind, side, family):
     causal = family == "llama"
     ids, mask = words(side)
     for layers in ([1], [0, 1]):
-        way = CAUSAL["chunks"] if causal else {**WAYS["windows"], "sinks": "special"}
+        way = CAUSAL["clusters"] if causal else {**WAYS["windows"], "sinks": "special"}
         model = convert(tiny(family), layers, tokenizer=TOKENIZER, **way)
         inputs = {"input_ids": ids, "position_ids": positions(mask)}
         expected = run(model, attention_mask=mask, **inputs)[mask.bool()]
@@ -212,7 +212,7 @@ def test_packed_sequences_are_refused():
     whole = run(model, input_ids=ids)
     exact = run(model, input_ids=ids, position_ids=packed, use_cache=False)
     assert (exact - whole)[:, 9:].abs().max() > 1e-3
-    convert(model, kind="multiscale", branching=(4, 2), top_k=99)
+    convert(model, kind="multiscale", branching=(4, 2), near=99)
     with pytest.raises(InvalidInput, match="Pad packed sequences to a batch"):
         run(model, input_ids=ids, position_ids=packed, use_cache=False)
 
@@ -273,7 +273,7 @@ def test_a_modified_mask():
 def test_past_masks_are_freed():
     ids, mask = random_ids()
     for family in ("bert", "llama"):
-        model = convert(tiny(family), [1], kind="multiscale", branching=(4, 2), top_k=1)
+        model = convert(tiny(family), [1], kind="multiscale", branching=(4, 2), near=1)
         for given in (mask, None, four_dimensional(mask, family == "llama", "bool")):
             run(model, input_ids=ids, attention_mask=given)
         del given
@@ -287,7 +287,7 @@ def test_a_copied_mask(monkeypatch):
 
     ids, mask = random_ids(side="left")
     for layers in ([0], [0, 1]):
-        model = convert(tiny("llama"), layers, **CAUSAL["chunks"])
+        model = convert(tiny("llama"), layers, **CAUSAL["clusters"])
         expected = run(model, input_ids=ids, attention_mask=mask)
         forward = modeling_llama.LlamaAttention.forward
 

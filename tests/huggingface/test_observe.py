@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from hsa import Hierarchy, Padding, Queries, cluster_keys, flops, flops_flat, select
+from hsa import Hierarchy, Padding, Queries, cluster, cluster_keys, flops, flops_flat, select, select_groups
 from hsa.huggingface import convert, counting, layer_plan, revert
 from hsa.huggingface.layer_plan import exact_is_cheaper
 from hsa.huggingface.observe import probing
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
-from tests.huggingface.test_attend import ALL_EXACT, WAYS, padded
+from tests.huggingface.test_attend import ALL_EXACT, SMALL, WAYS, padded
 from tests.huggingface.tiny_models import attend_layer, inputs_of, random_ids, run, tiny
 
 WINDOWS = {"kind": "multiscale", "branching": (4, 2), "top_k": 0}
@@ -47,9 +47,12 @@ def test_operations_of_causal_layers(side):
     assert counted.ratio == 2 * expected / counted.total
 
 
-def test_generation_counts_the_same_as_a_whole_pass():
-    """The steps with a cache together count the same entries as one whole pass."""
-    model = convert(tiny("llama"), [0], kind="multiscale", branching=(4, 2), top_k=1)
+@pytest.mark.parametrize(
+    "settings", [{"kind": "multiscale", "branching": (4, 2), "near": 1}, {"branching": (4, 2, 2), "tile": 8}]
+)
+def test_generation_counts_no_more_than_a_whole_pass(settings):
+    """The steps with a cache together count the entries of one whole pass, whose tiles also multiply masked ones."""
+    model = convert(tiny("llama"), [0], **settings)
     ids, mask = random_ids([19, 11], side="left")
     with counting() as steps:
         written = model.generate(
@@ -60,8 +63,9 @@ def test_generation_counts_the_same_as_a_whole_pass():
         run(model, input_ids=written[:, :-1], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     assert steps.exact == whole.exact
     assert steps.layers[1] == whole.layers[1]
-    assert steps.layers[0].attention == whole.layers[0].attention
-    assert steps.layers[0].selection == whole.layers[0].selection
+    assert 0 < steps.layers[0].attention <= whole.layers[0].attention
+    assert ("tile" in settings) or steps.layers[0].attention == whole.layers[0].attention
+    assert steps.layers[0].selection <= whole.layers[0].selection
 
 
 def test_operations_of_sliding_layers_follow_their_mask():
@@ -97,19 +101,23 @@ def test_nothing_counted():
 def test_operations_of_converted_layers_follow_their_structure(way, causal):
     if causal and way == "hierarchical":
         pytest.skip("leaks, and is refused")
-    settings = LayerSettings(**WAYS[way], **({"chunk": 8} if causal and way == "clustered" else {}))
+    settings = LayerSettings(**{**WAYS[way], **(SMALL if causal else {})})
     q, k, v, mask = padded([23, 17])
     with counting() as counted:
         attend_layer(settings, q, k, v, Sequences(mask, causal=causal), number=3)
     padding = Padding(mask)
     tree = Hierarchy.regular([23, 17], (4, 2), repeat_last=way != "hierarchical", sinks=1)
+    packed_q, packed_k, packed_v = (padding.pack(x) for x in (q, k, v))
     if way == "hierarchical":
         expected = flops(tree, 30, 6)
+    elif causal:
+        keys = cluster(packed_k, packed_v, [23, 17], windows=way != "clustered", branching=(4, 2, 2))
+        selection = select_groups(packed_q, packed_k, keys, [23, 17], causal=True, top_k=1, tile=8)
+        expected = flops(selection, 30, 6)
     else:
-        packed_q, packed_k = padding.pack(q), padding.pack(k)
-        clusters = cluster_keys(packed_k, tree, chunk=8 if causal else None) if way == "clustered" else None
-        alone = Queries.windows(tree, 1) if causal or way == "clustered" else None
-        options = {"near": settings.near, "top_k": settings.top_k, "clusters": clusters, "causal": causal}
+        clusters = cluster_keys(packed_k, tree) if way == "clustered" else None
+        alone = Queries.windows(tree, 1) if way == "clustered" else None
+        options = {"near": settings.near, "top_k": settings.top_k, "clusters": clusters}
         selection = select(packed_q, packed_k, tree, queries=alone, **options)
         expected = flops(selection, 30, 6, hierarchy=tree, clusters=clusters)
     assert counted.layers == {3: expected}
@@ -125,8 +133,11 @@ def test_probing_is_the_distance_from_exact_attention(family, settings):
     biases = (-1.0, 0.0, 2.0)
     model = tiny(family)
     ids, mask = random_ids([61, 47])
-    if family == "llama":  # which clusters keys in whole chunks
-        settings = {**settings, "chunk": 16} if "kind" not in settings else settings
+    everything = {"top_k": 1000}
+    if family == "llama" and "kind" not in settings:
+        settings, everything = {"branching": (4, 2, 2), "tile": 8, "threshold": 1 / 8}, {"threshold": 1e-30}
+    elif family == "llama":
+        everything = {"near": 99}
     caught = []
     layers = [m for m in model.modules() if hasattr(m, "o_proj")] or [m for m in model.modules() if hasattr(m, "query")]
 
@@ -143,7 +154,7 @@ def test_probing_is_the_distance_from_exact_attention(family, settings):
         return caught[0].unflatten(-1, (4, 8))[mask.bool()]  # [tokens, heads, dim]
 
     result = {bias: outputs(pooled_bias=bias) for bias in biases}
-    exact = outputs(top_k=1000, beam="exact")
+    exact = outputs(**everything)
     revert(model)
     convert(model, [0], **settings)
     with probing(biases) as errors:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hsa import Hierarchy
-from hsa.attention.chunks import leaves_of_a_node
 from hsa.errors import InvalidInput
 from hsa.huggingface import convert, register, revert, settings_of
 from hsa.huggingface.settings import DEFAULT, VERSION, LayerSettings, ModelSettings
@@ -19,7 +18,7 @@ WAYS = {
     "clustered": {"branching": (4, 2), "top_k": 1},
     "dropped": {"kind": "multiscale", "branching": [4, 3, 2], "top_k": 2, "near": 1, "pooled_bias": -math.inf},
     "per head": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "pooled_bias": (0.5, -math.inf, -2.0, 0.0)},
-    "tiles": {"branching": (4, 2), "top_k": 1, "tile": 6, "beam": 3, "sinks": None},
+    "tiles": {"branching": (4, 2), "top_k": 1, "tile": 6, "sinks": None},
     "special": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "sinks": "special"},
     "hierarchical": {"kind": "hierarchical", "branching": (4, 2), "sinks": 2},
 }
@@ -63,11 +62,11 @@ def test_special_ids_need_hooks(tmp_path):
 
 
 def test_a_config_is_json():
-    model = convert(tiny("llama"), [1], pooled_bias=torch.tensor([0.0, -math.inf, 1.5, 0.25]), chunk=16)
+    model = convert(tiny("llama"), [1], pooled_bias=torch.tensor([0.0, -math.inf, 1.5, 0.25]), threshold=1 / 64)
     written = json.loads(model.config.to_json_string())["hsa"]
     assert written == json.loads(json.dumps(written, allow_nan=False)) == model.config.hsa
     assert written["version"] == VERSION
-    assert settings_of(model) == {1: LayerSettings(pooled_bias=(0.0, -math.inf, 1.5, 0.25), chunk=16)}
+    assert settings_of(model) == {1: LayerSettings(pooled_bias=(0.0, -math.inf, 1.5, 0.25), threshold=1 / 64)}
     assert ModelSettings.of(model.config).to_json() == written
 
 
@@ -181,12 +180,14 @@ OLD = {
 }
 
 
-def test_a_model_that_hsa_0_1_converted(tmp_path):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_model_that_an_earlier_hsa_converted(version, tmp_path):
     """All uses are refused until `revert` removes the old conversion."""
     register()
-    tiny("bert", hsa=OLD).save_pretrained(tmp_path)
+    tiny("bert", hsa={**OLD, "version": version}).save_pretrained(tmp_path)
     message = (
-        r"config.hsa\['version'\]: expected 2, got 1, from a model that hsa 0.1 converted.*then convert the model again"
+        rf"config.hsa\['version'\]: expected 3, got {version}, from a model that hsa 0.{version} converted.*"
+        "then convert the model again"
     )
     model = transformers.BertModel.from_pretrained(tmp_path, attn_implementation="hsa", dtype=torch.float64).eval()
     ids, _ = random_ids()
@@ -225,14 +226,17 @@ REFUSED = [
     ({"top_k": 1.5}, "top_k: expected .*, got 1.5"),
     ({"top_k": True}, "top_k: expected .*, got True"),
     ({"tile": 0}, "tile: expected .*, got 0"),
-    ({"beam": "wide"}, "beam: expected .*, got 'wide'"),
+    ({"threshold": 0}, "threshold: expected a number above 0 and at most 1, got 0"),
+    ({"threshold": 0.1, "top_k": 2}, "top_k: expected None with a threshold, got 2. Pass one of the two"),
+    ({"threshold": 0.1}, "threshold: expected None, with top_k in its place, in layer 0, which is not causal, got 0.1"),
     ({"sinks": "first"}, "sinks: expected .*, got 'first'"),
     ({"pooled_bias": math.inf}, "pooled_bias: expected .*, got inf"),
     ({"pooled_bias": (0.0, 0.0)}, "expected one number, or one for each of the 4 heads of layer 0, got 2 numbers"),
-    ({"chunk": 12, "branching": (4, 2)}, r"chunk: expected .* branching \(4, 2\).*, got 12. Pass chunk=16"),
-    ({"chunk": 16, "kind": "multiscale"}, "chunk: expected None with kind='multiscale', got 16"),
     ({"kind": "hierarchical", "near": 1}, "near: expected 0, the default, with kind='hierarchical', got 1"),
-    ({"kind": "hierarchical", "beam": 9}, "beam: expected None, the default, with kind='hierarchical', got 9"),
+    (
+        {"kind": "hierarchical", "threshold": 0.1},
+        "threshold: expected None, the default, with kind='hierarchical', got",
+    ),
     ({"kind": "hierarchical", "pooled_bias": -1.0}, "pooled_bias: expected .*, got -1.0"),
     ({"sinks": "special"}, r"tokenizer: not given; expected the model's tokenizer.*tokenizer=AutoTokenizer"),
     (
@@ -240,6 +244,45 @@ REFUSED = [
         r"tokenizer: not given; expected the model's tokenizer.*tokenizer=AutoTokenizer",
     ),
 ]
+
+
+CAUSAL_REFUSED = [
+    (
+        {"branching": (8, 2)},
+        r"branching: expected keys per group, groups per node and nodes per chunk, .*, got \(8, 2\)",
+    ),
+    ({"tile": 48}, "tile: expected a power of two from 1 to 128, got 48"),
+    ({"branching": (4, 2, 2)}, "tile: expected at most 16, the keys of a chunk"),
+    ({"sinks": 2}, "sinks: expected 1, the default, in layer 0, which is causal, got 2. The group of the first token"),
+    ({"sinks": "special"}, "sinks: expected 1, .*, got 'special'"),
+    ({"kind": "multiscale", "top_k": 1, "near": 1}, "near: expected 0 with threshold or top_k in layer 0, .*, got 1"),
+    (
+        {"kind": "multiscale", "tree": len, "threshold": 0.1},
+        "threshold: expected None, with top_k in its place, in layer 0, which is causal, got 0.1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), CAUSAL_REFUSED, ids=[str(settings) for settings, _ in CAUSAL_REFUSED])
+def test_settings_that_are_wrong_in_decoders(settings, message):
+    model = tiny("llama")
+    with pytest.raises(InvalidInput, match=message):
+        convert(model, **settings)
+    assert not hasattr(model.config, "hsa")
+
+
+def test_defaults_depend_on_the_layer():
+    encoder, decoder = (LayerSettings().resolved(causal) for causal in (False, True))
+    assert (encoder.branching, encoder.threshold, encoder.top_k, encoder.tile) == ((8, 2), None, 8, 1)
+    assert (decoder.branching, decoder.threshold, decoder.top_k, decoder.tile) == ((8, 8, 4), 1 / 256, None, 64)
+    few = LayerSettings(top_k=3).resolved(causal=True)
+    assert (few.threshold, few.top_k) == (None, 3)
+    windows = LayerSettings(kind="multiscale")
+    assert (windows.resolved(causal=False).top_k, windows.resolved(causal=True).top_k) == (8, 0)
+    assert windows.resolved(causal=True).branching == (8, 2)
+    selecting = LayerSettings(kind="multiscale", threshold=0.1)
+    assert (selecting.uses_tiles(causal=True), windows.uses_tiles(causal=True)) == (True, False)
+    assert selecting.resolved(causal=True).branching == (8, 8, 4)
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[str(settings) for settings, _ in REFUSED])
@@ -257,15 +300,6 @@ def test_settings_as_json():
         settings = LayerSettings(**way)
         assert LayerSettings.from_json("here", json.loads(json.dumps(settings.to_json()))) == settings
     assert LayerSettings.from_json("here", {}) == LayerSettings()
-
-
-def test_chunks_are_whole_nodes():
-    for branching in ((8, 2), (4, 3, 5), (7,)):
-        for least in (1, 20, 256):
-            leaves = leaves_of_a_node(branching, least)
-            tree = Hierarchy.regular([3 * leaves], branching, repeat_last=True)
-            assert leaves >= least
-            assert (tree.leaf_count == leaves).sum() >= 3
 
 
 def test_settings_are_keywords_of_convert():

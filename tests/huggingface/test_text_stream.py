@@ -32,7 +32,7 @@ def save(folder, tokenizer=None, **settings):
 
 
 def test_the_text_equals_that_of_generate(tmp_path):
-    model = save(tmp_path, branching=(4, 2), chunk=16, top_k=2, beam=4)
+    model = save(tmp_path, branching=(4, 2, 2), tile=8, top_k=2)
     writer, tokenizer, ends = load_pretrained_writer(str(tmp_path))
     assert ends == {2, tokenizer.token_to_id("<|stop|>")}  # of the generation config, and of the tokenizer
     stream = generate(writer, tokenizer, PROMPT, max_new_tokens=25, sampling=Sampling(temperature=0), ends=ends)

@@ -121,7 +121,8 @@ def test_low_precision(family):
     model = tiny(family, initializer_range=0.1)
     exact = run(model, **inputs)[counts]
     windows = {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 99}
-    for settings in (windows, {"branching": (4, 2), "top_k": 9, "sinks": None}):
+    shape = {"branching": (4, 2)} if family == "bert" else {"branching": (4, 2, 2), "tile": 8}
+    for settings in (windows, {**shape, "top_k": 9, "sinks": None}):
         half = convert(tiny(family, initializer_range=0.1, dtype=torch.bfloat16), **settings)
         result = run(half, **inputs)
         assert result.dtype == torch.bfloat16
@@ -135,7 +136,7 @@ def test_low_precision(family):
 def test_compiled(family):
     """Attention runs between compiled parts and still gets the ids of its mask."""
     torch._dynamo.reset()
-    way = WAYS["special"] if family == "bert" else {"branching": (4, 2), "top_k": 1, "chunk": 8}
+    way = WAYS["special"] if family == "bert" else {"branching": (4, 2, 2), "tile": 8, "top_k": 1}
     model = convert(tiny(family), [1], tokenizer=word_tokenizer(), **way)
     graphs = []
 

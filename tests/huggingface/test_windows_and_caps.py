@@ -7,7 +7,7 @@ from hsa.errors import InvalidInput
 from hsa.huggingface import convert, revert, settings_of
 from tests.huggingface.tiny_models import DECODER, VOCABULARY, run, transformers
 
-EXACT = {"branching": (4, 2), "top_k": 99, "chunk": 16}
+EXACT = {"branching": (4, 2, 2), "tile": 8, "threshold": 1e-30}
 WINDOW = {"num_hidden_layers": 4, "sliding_window": 8}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 CONVERTED = {  # class, config, layers that are converted by default
@@ -45,7 +45,7 @@ def test_layers_that_attend_to_everything_are_converted(case):
     convert(model, **EXACT)
     assert sorted(settings_of(model)) == numbers
     torch.testing.assert_close(run(model, input_ids=ids), exact, rtol=0, atol=1e-4)  # Gemma rounds to float32
-    convert(model, branching=(4, 2), top_k=1, chunk=16)
+    convert(model, branching=(4, 2, 2), tile=8, top_k=1)
     assert (run(model, input_ids=ids) - exact).abs().max() > 1e-3
     revert(model)
     torch.testing.assert_close(run(model, input_ids=ids), exact, rtol=0, atol=1e-9)

@@ -93,7 +93,7 @@ def test_encode_goes_on_working(model):
 
 def test_enough_exact_groups_change_nothing(model):
     exact = model.encode(texts())
-    convert_as(model, {1: LayerSettings(**{**FEW, "near": 99}), 2: LayerSettings(top_k=99, beam="exact")})
+    convert_as(model, {1: LayerSettings(**{**FEW, "near": 99}), 2: LayerSettings(top_k=99)})
     np.testing.assert_allclose(model.encode(texts()), exact, rtol=0, atol=1e-6)
 
 

@@ -125,5 +125,5 @@ def test_an_unknown_field(where):
     data = config().to_dict()
     part = {"ModelConfig": data, "EncoderConfig": data["encoder"], "Modality": data["modalities"]["text"]}[where]
     part["novelty"] = 1
-    with pytest.raises(InvalidInput, match=f"{where}: expected .*, got the unknown field 'novelty'.*newer version"):
+    with pytest.raises(InvalidInput, match=f"{where}: expected .*, got the unknown field 'novelty'.*another version"):
         ModelConfig.from_dict(data)

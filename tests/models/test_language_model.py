@@ -16,20 +16,21 @@ from tests.model_inputs import exact
 
 TOKENS = 37
 SIZES = {"width": 12, "heads": 2, "kv_heads": 1, "layers": 3, "feed_forward": 11, "branching": (3, 2), "sinks": 1}
-FOUND = {"chunk": 8, "group": 2, "top_k": 2}
+CLUSTERED = {"branching": (2, 2, 2), "tile": 4, "threshold": 1 / 8}
 CLOSES = {3: 1, 5: 2, 7: 3}
 MIXED = ("flat", "multiscale", "clustered")
 CASES = {
     "flat": {"attention": "flat"},
     "multiscale": {"attention": "multiscale"},
     "multiscale, closing": {"attention": "multiscale", "closes": CLOSES, "positions": "both"},
-    "clustered": {"attention": "clustered"},
-    "mixed": {"attention": MIXED, "positions": "tree", "near": 2},
+    "clustered": {"attention": "clustered", **CLUSTERED},
+    "top_k": {"attention": "clustered", **CLUSTERED, "threshold": None, "top_k": 2},
+    "mixed": {"attention": MIXED, **CLUSTERED, "positions": "tree", "near": 2},
 }
 
 
 def config(**changes):
-    return LanguageModelConfig(TOKENS, **{**SIZES, **FOUND, **changes})
+    return LanguageModelConfig(TOKENS, **{**SIZES, **changes})
 
 
 def model(case="multiscale", dtype=torch.float64, **changes):
@@ -194,10 +195,20 @@ def test_memory_of_all_layers():
 
 
 def test_a_configuration_survives_json():
-    wanted = config(attention=MIXED, closes=CLOSES, max_length=99)
+    wanted = config(attention=MIXED, **CLUSTERED, closes=CLOSES, max_length=99)
     assert LanguageModelConfig.from_dict(json.loads(json.dumps(wanted.to_dict()))) == wanted
     with pytest.raises(InvalidInput, match="unknown field 'color'"):
         LanguageModelConfig.from_dict({"vocabulary": 3, "color": 1})
+    old = {"vocabulary": 3, "attention": "clustered", "top_k": 8, "beam": None, "chunk": 256, "group": 8}
+    with pytest.raises(InvalidInput, match=r"unknown field 'beam'\. Was it saved by another version\? Then load"):
+        LanguageModelConfig.from_dict(old)
+
+
+def test_the_default_branching_depends_on_the_kinds():
+    assert LanguageModelConfig(3).tree_branching == (32, 4)
+    clustered = LanguageModelConfig(3, layers=2, attention=("flat", "clustered"))
+    assert clustered.tree_branching == (8, 8, 4)
+    assert LanguageModelConfig.from_dict(json.loads(json.dumps(clustered.to_dict()))) == clustered
 
 
 @pytest.mark.parametrize(
@@ -210,6 +221,10 @@ def test_a_configuration_survives_json():
         ({"attention": ("flat", "flat")}, "attention: expected .*, got 2 names"),
         ({"positions": "absolute"}, "positions: expected .*, got absolute"),
         ({"branching": ()}, "branching"),
+        ({"attention": "clustered"}, r"branching: expected keys per group, .*, got \(3, 2\)"),
+        ({"attention": "clustered", "branching": (2, 2, 2)}, "tile: expected at most 8"),
+        ({"attention": "clustered", **CLUSTERED, "top_k": 2}, "top_k: expected None with a threshold"),
+        ({"attention": "clustered", **CLUSTERED, "threshold": 0}, "threshold: expected"),
         ({"dropout": 1.0}, "dropout"),
         ({"near": -1}, "near: expected .*, got -1"),
         ({"layers": 0}, "layers: expected .*, got 0"),

@@ -17,7 +17,7 @@ def attention(kind):
     if kind == "flat":
         return CausalFlat(), Hierarchy.flat(LENGTHS)
     if kind == "clustered":
-        return CausalClustered(HEADS, chunk=4, top_k=1), causal_tree(LENGTHS, (2, 2))
+        return CausalClustered(HEADS, branching=(2, 2, 1), tile=2, top_k=1), Hierarchy.flat(LENGTHS)
     return CausalMultiscale(HEADS), causal_tree(LENGTHS, (3, 2), sinks=1)
 
 

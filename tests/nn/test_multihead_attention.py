@@ -21,6 +21,8 @@ MAKERS = {
     "hierarchical": lambda **options: HierarchicalAttention(WIDTH, HEADS, **{"branching": (99,), **options}),
 }
 """Modules that select everything: softmax attention."""
+SMALL = {"branching": (4, 2, 2), "tile": 8}
+"""Chunks and tiles of causal attention for short sequences."""
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +73,10 @@ def test_as_pytorch_where_everything_is_selected(name, bias, lengths, average):
 
 
 @pytest.mark.parametrize("name", ["multiscale", "clustered"])
-def test_causal_in_four_ways(name):
-    theirs, ours = pair(name)
-    _, always = pair(name, causal=True)
+@pytest.mark.parametrize("everything", [{}, {"top_k": None, "threshold": 1e-30}])
+def test_causal_in_four_ways(name, everything):
+    theirs, ours = pair(name, **SMALL, **everything)
+    _, always = pair(name, causal=True, **SMALL, **everything)
     always.load_state_dict(ours.state_dict())
     theirs.load_state_dict(ours.state_dict())
     x, mask = tokens(), hidden(LENGTH, 20)
@@ -123,10 +126,8 @@ def test_packed_rows_with_any_forest(name, forest):
     q, k, v = ours.in_proj_weight.matmul(x.T).T.unflatten(1, (3, HEADS, -1)).unbind(1)
     if name == "hierarchical":
         attended = hierarchical_attention(q, k, v, forest, include_self=False)
-    elif name == "multiscale":
-        attended = ours.options.attend(q, k, v, forest)
     else:
-        attended = ours.options.attend(q, k, v, ours.options.tree(forest.lengths, "cpu"))
+        attended = ours.options.attend(q, k, v, forest if name == "multiscale" else forest.lengths)
     expected = ours.out_proj(attended.flatten(1))
     torch.testing.assert_close(ours(x, hierarchy=forest), expected)
     padded = nn.utils.rnn.pad_sequence(x.split(forest.lengths), batch_first=True)
@@ -144,6 +145,23 @@ def test_weights_of_packed_rows():
     torch.testing.assert_close(weights, dense_weights(ours.options.attend, q, k, tree))
     torch.testing.assert_close(weights.sum(-1), torch.ones(HEADS, 29))
     assert out.shape == x.shape
+
+
+@pytest.mark.parametrize("kind", ["multiscale", "clustered"])
+def test_causal_selection_takes_the_lengths_of_a_tree(kind):
+    """Packed, padded and nested tokens get the same, with weights that give the output."""
+    ours = MultiscaleAttention(WIDTH, HEADS, causal=True, kind=kind, threshold=0.1, **SMALL, dtype=torch.float64)
+    x, mask = tokens(), hidden(LENGTH, 20)
+    packed, weights = ours(
+        x[~mask], hierarchy=Hierarchy.flat([LENGTH, 20]), need_weights=True, average_attn_weights=False
+    )
+    padded, padded_weights = ours(x, key_padding_mask=mask, need_weights=True, average_attn_weights=False)
+    torch.testing.assert_close(padded[~mask], packed)
+    torch.testing.assert_close(padded_weights[1, :, :20, :20], weights[:, LENGTH:, LENGTH:])
+    torch.testing.assert_close(weights.sum(-1), torch.ones(HEADS, LENGTH + 20, dtype=torch.float64))
+    assert not weights.triu(1).any()
+    nested = torch.nested.nested_tensor_from_jagged(x[~mask], torch.tensor([0, LENGTH, LENGTH + 20]))
+    torch.testing.assert_close(ours(nested).values(), packed)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -259,11 +277,21 @@ def test_bad_calls(call, message):
         ({"kind": "hierarchical"}, r"kind: .*For the paper's operator use HierarchicalAttention"),
         ({"batch_first": False}, r"batch_first: expected True"),
         ({"near": -1}, r"near: expected an integer of at least 0, got -1"),
+        ({"threshold": 0}, r"threshold: expected a number above 0 and at most 1, got 0"),
+        ({"kind": "clustered", "causal": True, "sinks": 0}, r"sinks: expected no value in causal attention .*, got 0"),
+        ({"causal": True, "top_k": 1, "branching": (8, 2)}, r"branching: expected keys per group"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(InvalidInput, match=message):
         MultiscaleAttention(WIDTH, **{"num_heads": HEADS, **options})
+
+
+def test_a_threshold_is_for_causal_attention():
+    ours, x = MultiscaleAttention(WIDTH, HEADS, threshold=0.1), torch.randn(2, LENGTH, WIDTH)
+    assert ours(x, is_causal=True).shape == x.shape
+    with pytest.raises(InvalidInput, match="threshold: expected no value without causality"):
+        ours(x)
 
 
 def test_the_papers_operator_is_not_causal_and_not_across():
@@ -283,6 +311,7 @@ def test_sequences_of_padding_alone_and_no_sequences():
     assert not out[1].any()
     assert not weights[1].any()
     assert ours(x[:0]).shape == (0, LENGTH, WIDTH)
+    assert MultiscaleAttention(WIDTH, HEADS, causal=True, kind="clustered")(x[:0]).shape == (0, LENGTH, WIDTH)
 
 
 def test_self_attention_through_reentrant_checkpoints():
@@ -297,10 +326,12 @@ def test_self_attention_through_reentrant_checkpoints():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [*MAKERS, "causal"])
 def test_compiled(name):
     """The tree is built outside the graph, also on the first call."""
-    ours, x = MAKERS[name](), torch.randn(2, LENGTH + 6, WIDTH)
+    causal = {"causal": True, "kind": "clustered", "threshold": 0.1, **SMALL}
+    ours = MultiscaleAttention(WIDTH, HEADS, **causal) if name == "causal" else MAKERS[name]()
+    x = torch.randn(2, LENGTH + 6, WIDTH)
     padding = torch.arange(LENGTH + 6) >= torch.tensor([[LENGTH + 6], [30]])
     torch._dynamo.reset()
     out = torch.compile(ours, backend="aot_eager")(x, key_padding_mask=padding)

@@ -21,6 +21,8 @@ ENCODERS = {
     "hierarchical": lambda **options: HierarchicalEncoderLayer(WIDTH, HEADS, 8, **{"branching": (99,), **options}),
 }
 DOUBLE = {"dtype": torch.float64}
+SMALL = {"branching": (4, 2, 2), "tile": 8}
+"""Chunks and tiles of causal attention for short sequences."""
 
 
 @pytest.fixture(autouse=True)
@@ -109,17 +111,18 @@ def test_packed_decoder():
 
 
 def test_causal_layers_do_not_leak():
-    layer = MultiscaleEncoderLayer(WIDTH, HEADS, 8, causal=True, kind="clustered", top_k=1, chunk=16, **DOUBLE).eval()
+    layer = MultiscaleEncoderLayer(WIDTH, HEADS, 8, causal=True, kind="clustered", top_k=1, **SMALL, **DOUBLE).eval()
     x = tokens().requires_grad_()
     (gradient,) = torch.autograd.grad(layer(x)[:, :30].sum(), x)
     assert not gradient[:, 30:].any()
     assert gradient[:, :30].any()
 
 
+@pytest.mark.parametrize("selection", [{"top_k": 1}, {"threshold": 1 / 8}])
 @pytest.mark.parametrize("kind", ["multiscale", "clustered"])
-def test_later_tokens_and_padding_do_not_matter_to_a_decoder(kind):
+def test_later_tokens_and_padding_do_not_matter_to_a_decoder(kind, selection):
     """Compare values: a selection has no gradient that would show a leak."""
-    layer = MultiscaleDecoderLayer(WIDTH, HEADS, 8, causal=True, kind=kind, top_k=1, **DOUBLE).eval()
+    layer = MultiscaleDecoderLayer(WIDTH, HEADS, 8, causal=True, kind=kind, **selection, **SMALL, **DOUBLE).eval()
     for parameter in layer.parameters():
         parameter.data *= 3
     target, memory = torch.randn(2, 40, WIDTH, **DOUBLE), torch.randn(2, 300, WIDTH, **DOUBLE)

@@ -80,24 +80,32 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
 
 
 class Rows(NamedTuple):
-    """Expected number of rows of a tensor, what that is the number of, and what to do about another number."""
+    """Expected number of rows of a tensor.
+
+    Attributes:
+        number: Number of rows.
+        what: Noun phrase that says where the number comes from.
+        fix: Advice for another number.
+        unit: Name of the rows.
+    """
 
     number: int
     what: str
     fix: str
+    unit: str = "leaves"
 
 
 def check_packed(tensors: dict[str, Tensor], rows: dict[str, Rows]) -> None:
     """Check that q, k and v (or some of them) are packed tensors that fit each other."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
-            raise InvalidInput(name, got=type(x).__name__, expected="a tensor [leaves, heads, head_dim]")
+            raise InvalidInput(name, got=type(x).__name__, expected=f"a tensor [{rows[name].unit}, heads, head_dim]")
         check_no_transform(name, x)
         if x.ndim != 3:
             raise InvalidInput(
                 name,
                 got=f"shape {tuple(x.shape)}",
-                expected="[leaves, heads, head_dim]",
+                expected=f"[{rows[name].unit}, heads, head_dim]",
                 fix="Convert [batch, heads, seq, head_dim] with hsa.Padding(...).pack",
             )
         if len(x) != rows[name].number:
@@ -120,6 +128,8 @@ def check_packed(tensors: dict[str, Tensor], rows: dict[str, Rows]) -> None:
             )
     if "q" in tensors and "k" in tensors:  # torch.compile of PyTorch 2.11 cannot trace a comparison of sets
         _check_heads(**tensors)
+    elif "k" in tensors and "v" in tensors:
+        _check_value_heads(tensors["k"], tensors["v"])
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
@@ -131,7 +141,12 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
             got=f"{k.shape[1]} heads",
             expected=f"{q.shape[1]} heads, as q, or a divisor of that (grouped-query attention)",
         )
-    if v is not None and v.shape[1] != k.shape[1]:
+    if v is not None:
+        _check_value_heads(k, v)
+
+
+def _check_value_heads(k: Tensor, v: Tensor) -> None:
+    if v.shape[1] != k.shape[1]:
         raise InvalidInput("v", got=f"{v.shape[1]} heads", expected=f"{k.shape[1]} heads, as k")
 
 

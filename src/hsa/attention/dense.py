@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 def dense_weights(
-    operator: Callable[..., Tensor], q: Tensor, k: Tensor, hierarchy: Hierarchy, **options: Any
+    operator: Callable[..., Tensor], q: Tensor, k: Tensor, hierarchy: Hierarchy | Sequence[int], **options: Any
 ) -> Tensor:
     """Return the attention matrix of an operator, `[heads, leaves, leaves]` with a row per query.
 
@@ -20,10 +20,10 @@ def dense_weights(
     takes memory quadratic in the number of leaves.
 
     Args:
-        operator: `hsa.hierarchical_attention` or `hsa.multiscale_attention`.
+        operator: `hsa.hierarchical_attention`, `hsa.multiscale_attention` or `hsa.clustered_attention`.
         q: Queries, `[leaves, heads, dim]`.
         k: Keys, `[leaves, kv_heads, dim]`.
-        hierarchy: Tree or forest.
+        hierarchy: Tree or forest; for `hsa.clustered_attention`, the lengths of the sequences.
         options: Further keyword arguments of the operator.
 
     >>> from hsa import hierarchical_attention

@@ -67,10 +67,10 @@ def run(operator: str, backends: tuple[Backend[OperatorCall, Result], ...], call
     backend = choose(operator, backends, call.backend, call)
     with without_autocast(call.k):
         result = backend.run(call)
-    return _connected(result, call) if isinstance(result, Tensor) and not result.numel() else result
+    return connected(result, call) if isinstance(result, Tensor) and not result.numel() else result
 
 
-def _connected(result: Any, call: Call) -> Any:
+def connected(result: Any, call: object) -> Any:
     """Return an empty result that needs a gradient if an input of the call does."""
     inputs = [x for x in vars(call).values() if needs_gradient(x)]
     return result if result.requires_grad else sum((x.flatten()[:0].sum().to(result.dtype) for x in inputs), result)

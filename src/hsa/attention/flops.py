@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hsa.attention.checks import check_count
+from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.multiscale.cluster import KeyClusters
 from hsa.attention.multiscale.selection import Partition, Selection
 from hsa.attention.multiscale.torch_lists import entries_seen
@@ -43,7 +44,7 @@ class Flops:
 
 
 def flops(
-    structure: Hierarchy | Partition | Selection,
+    structure: Hierarchy | Partition | Selection | TileSelection,
     width: int,
     heads: int,
     *,
@@ -52,12 +53,14 @@ def flops(
     value_width: int | None = None,
     mixes: bool = False,
 ) -> Flops:
-    """Count the operations of a layer: hierarchical attention for a tree, multiscale attention for a selection.
+    """Count the operations of a layer: hierarchical attention for a tree, multiscale or clustered for a selection.
 
-    Keys that a causal query may not see are not counted, except for a `Partition`, which does not know them.
+    Keys that a causal query may not see are not counted, except for a `Partition`, which does not know them, and for a
+    `TileSelection`, whose tiles multiply them too.
 
     Args:
-        structure: Tree for hierarchical attention; `Selection` or `Partition` for multiscale attention.
+        structure: Tree for hierarchical attention; `Selection` or `Partition` for multiscale attention; `TileSelection` for
+            clustered attention.
         width: Width of queries and keys, over all heads.
         heads: Number of query heads.
         hierarchy: Tree of the selection or partition.
@@ -70,6 +73,10 @@ def flops(
     """
     _check(width=width, heads=heads)
     _check_structure(structure)
+    if isinstance(structure, TileSelection):
+        from hsa.attention.clustered.flops import operations
+
+        return operations(structure, width, heads, value_width=value_width)
     entry = entry_operations(width, heads, value_width=value_width, mixes=mixes)
     if isinstance(structure, Hierarchy):
         sizes = structure.structure.num_children.astype(np.int64)
@@ -143,8 +150,8 @@ def pooling_operations(hierarchy: Hierarchy, width: int) -> int:
 
 
 def _check_structure(structure: Any) -> None:
-    if not isinstance(structure, (Hierarchy, Selection, Partition)):
-        expected = "a Hierarchy, a Selection or a Partition"
+    if not isinstance(structure, (Hierarchy, Selection, Partition, TileSelection)):
+        expected = "a Hierarchy, a Selection, a Partition or a TileSelection"
         raise InvalidInput("structure", got=type(structure).__name__, expected=expected)
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hsa.attention.checks import check_count
-from hsa.attention.chunks import check_chunk, default_chunk
+from hsa.attention.clustered.layout import BRANCHING, TILE, Shape
+from hsa.attention.clustered.operator import check_threshold, clustered_attention
 from hsa.attention.hierarchical.operator import hierarchical_attention
 from hsa.attention.multiscale.cluster import cluster_keys
 from hsa.attention.multiscale.operator import multiscale_attention
@@ -22,13 +23,11 @@ from hsa.tree.hierarchy import Hierarchy
 
 Kind: TypeAlias = Literal["clustered", "multiscale", "hierarchical"]
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "clustered": {"branching": (8, 2), "top_k": 8, "sinks": 1, "tile": 16, "chunk": None},
-    "multiscale": {"branching": (16, 2), "near": 1, "top_k": None, "sinks": 1, "tile": 16},
+    "clustered": {"branching": (8, 2), "threshold": None, "top_k": 8, "sinks": 1, "tile": 16},
+    "multiscale": {"branching": (16, 2), "near": 1, "threshold": None, "top_k": 4, "sinks": 1, "tile": 16},
     "hierarchical": {"branching": (16,), "sinks": 0},
 }
-"""Options of each kind and their defaults; a kind has no others."""
-MULTISCALE_TOP_K = 4
-"""Default of `top_k` for "multiscale". Causal attention has 0 instead: there each query would need its own selection."""
+"""Options of each kind and their defaults; a kind has no others. Causal attention differs: see `AttentionOptions.tiles`."""
 
 _TREES: OrderedDict[Any, Hierarchy] = OrderedDict()
 """Trees of recent calls: batches of equal lengths recur, and kernels keep their plans with the tree."""
@@ -39,18 +38,18 @@ _KEPT_LEAVES = 2**18
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Kind of attention, shape of the tree and selection; `of` fills in defaults and checks.
+    """Kind of attention, shape of the tree and selection, as they were passed; None for a default. `of` checks them.
 
     Args:
-        kind: "clustered" (multiscale attention over clustered keys), "multiscale" (over windows of consecutive keys) or
-            "hierarchical" (the paper's operator over such windows; not causal).
+        kind: "clustered" (groups of similar keys), "multiscale" (windows of consecutive keys) or "hierarchical" (the paper's
+            operator over such windows; not causal).
         branching: Family sizes from the leaves up. The last one repeats up to the root.
         near: For "multiscale": number of neighbouring leaf families on each side that are exact.
+        threshold: Share of a query's attention from which a group is exact, in causal attention.
         top_k: For "clustered" and "multiscale": number of leaf families that are exact because the queries score them best.
         sinks: Number of first tokens that hang directly under the root, so that every query attends to them exactly.
         tile: For "clustered" and "multiscale": number of consecutive queries that share a selection in self-attention.
-            Causal queries that select by score, and queries of another sequence, share none: that would leak.
-        chunk: For "clustered": number of tokens whose keys are clustered together in causal attention.
+            Queries of another sequence share none: that would leak.
 
     >>> options = AttentionOptions.of("multiscale", branching=(4, 2), sinks=0)
     >>> print(options.tree([10], "cpu").show())
@@ -63,56 +62,89 @@ class AttentionOptions:
     """
 
     kind: Kind
-    branching: tuple[int, ...]
-    near: int = 0
-    top_k: int | None = 0
-    sinks: int = 0
-    tile: int = 1
-    chunk: int | None = None
+    branching: tuple[int, ...] | None = None
+    near: int | None = None
+    threshold: float | None = None
+    top_k: int | None = None
+    sinks: int | None = None
+    tile: int | None = None
 
     @classmethod
     def of(cls, kind: Kind, **given: Any) -> AttentionOptions:
-        """Check the options that are not None and take the defaults of the kind for the others."""
+        """Check the options that are not None, each on its own."""
         if kind not in DEFAULTS:
             raise InvalidInput("kind", expected=f"one of {', '.join(map(repr, DEFAULTS))}", got=repr(kind))
-        defaults = DEFAULTS[kind]
-        values = dict(defaults)
+        values: dict[str, Any] = {}
         for name, value in given.items():
             if value is None:
                 continue
-            if name not in defaults:
+            if name not in DEFAULTS[kind]:
                 able = " and ".join(repr(other) for other, options in DEFAULTS.items() if name in options)
                 raise InvalidInput(name, expected=f"no value, as {name} is an option of kind {able}", got=repr(value))
-            minimum = 1 if name in ("tile", "chunk") or (name, kind) == ("top_k", "clustered") else 0
-            is_tree = name == "branching"
-            expected = f"an integer of at least {minimum}"
-            values[name] = check_branching(value) if is_tree else check_count(name, value, expected, minimum)
-        if kind == "clustered":
-            values["chunk"] = values["chunk"] or default_chunk(values["branching"])
-            check_chunk(values["chunk"], values["branching"])
+            minimum = 1 if name == "tile" or (name, kind) == ("top_k", "clustered") else 0
+            if name == "branching":
+                values[name] = check_branching(value)
+            elif name == "threshold":
+                values[name] = check_threshold(value)
+            else:
+                values[name] = check_count(name, value, f"an integer of at least {minimum}", minimum)
         return cls(kind, **values)
+
+    def tiles(self) -> dict[str, Any] | None:
+        """Return the options of `clustered_attention` for causal attention; None if that is multiscale attention.
+
+        Kind "multiscale" uses windows with a `threshold` or `top_k`, and otherwise selects neighbouring families only.
+        """
+        windows = self.kind == "multiscale"
+        if self.kind == "hierarchical" or (windows and self.threshold is None and not self.top_k):
+            return None
+        for name, value, usual in (("sinks", self.sinks, 1), ("near", self.near, None)):
+            if value not in (None, usual):
+                raise InvalidInput(
+                    name,
+                    expected=f"no value in causal attention that selects groups of kind {self.kind!r}",
+                    got=value,
+                    fix="There the group of the first token and the chunk of each query are always exact",
+                )
+        shape = Shape.of(self.branching or BRANCHING, self.tile or TILE, causal=True)
+        rule = {"threshold": self.threshold, "top_k": self.top_k}
+        return {"windows": windows, "branching": shape.branching, "tile": shape.tile, **rule}
 
     @torch.compiler.disable
     def tree(self, lengths: Sequence[int], device: torch.device | str) -> Hierarchy:
         """Return the tree of every sequence, from a cache if the same was built before."""
-        key = (tuple(lengths), self.branching, self.sinks, str(device))
+        branching, sinks = self._value("branching"), self._value("sinks")
+        key = (tuple(lengths), branching, sinks, str(device))
         with _LOCK:
             if key in _TREES:
                 _TREES.move_to_end(key)
                 return _TREES[key]
-        tree = Hierarchy.regular(lengths, self.branching, repeat_last=True, sinks=self.sinks).to(device)
+        tree = Hierarchy.regular(lengths, branching, repeat_last=True, sinks=sinks).to(device)
         with _LOCK:
             _TREES[key] = tree
             while sum(kept.num_leaves for kept in _TREES.values()) > _KEPT_LEAVES and len(_TREES) > 1:
                 _TREES.popitem(last=False)
         return tree
 
+    def _value(self, name: str) -> Any:
+        """Return an option, or its default."""
+        given = getattr(self, name)
+        return DEFAULTS[self.kind].get(name) if given is None else given
+
+    def forest(self, sequences: Hierarchy | Sequence[int], device: torch.device) -> Hierarchy:
+        """Return a given forest, or build one for sequences of these lengths. Clustered keys need their own."""
+        if isinstance(sequences, Hierarchy):
+            if self.kind != "clustered":
+                return sequences
+            sequences = sequences.lengths
+        return self.tree(sequences, device)
+
     def attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tree: Hierarchy,
+        sequences: Hierarchy | Sequence[int],
         *,
         queries: Queries | None = None,
         causal: bool = False,
@@ -124,26 +156,34 @@ class AttentionOptions:
         Args:
             q: `[queries, heads, dim]`.
             k, v: `[leaves, kv_heads, dim]`.
-            tree: Forest of the keys.
+            sequences: Forest of the keys, or the lengths of their sequences.
             queries: Groups of queries that are not the leaves; see `cross_queries`.
         """
         if self.kind == "hierarchical":
             self.check_hierarchical(queries, causal, dropout_p, instead="Use kind='clustered' or kind='multiscale'")
-            return hierarchical_attention(q, k, v, tree, scale=scale)
-        top_k = self.top_k
-        if top_k is None:
-            top_k = 0 if causal else MULTISCALE_TOP_K
-        clusters = cluster_keys(k, tree, chunk=self.chunk if causal else None) if self.kind == "clustered" else None
-        if queries is None and top_k > 0 and not causal:
-            queries = Queries.windows(tree, self.tile)
+            return hierarchical_attention(q, k, v, self.forest(sequences, k.device), scale=scale)
+        if causal and (tiles := self.tiles()) is not None:
+            lengths = sequences.lengths if isinstance(sequences, Hierarchy) else sequences
+            return clustered_attention(q, k, v, lengths, causal=True, scale=scale, dropout_p=dropout_p, **tiles)
+        if self.threshold is not None:
+            raise InvalidInput(
+                "threshold",
+                expected="no value without causality",
+                got=self.threshold,
+                fix="Pass is_causal=True for causal attention, or select groups with top_k",
+            )
+        tree = self.forest(sequences, k.device)
+        top_k = 0 if causal else self._value("top_k")
+        if queries is None and top_k > 0:
+            queries = Queries.windows(tree, self._value("tile"))
         return multiscale_attention(
             q,
             k,
             v,
             tree,
-            near=self.near,
+            near=self._value("near") or 0,
             top_k=top_k,
-            clusters=clusters,
+            clusters=cluster_keys(k, tree) if self.kind == "clustered" else None,
             queries=queries,
             causal=causal,
             scale=scale,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hsa.attention.checks import check_dropout
 from hsa.attention.masks import Visible, read_mask
-from hsa.attention.options import AttentionOptions, Kind, cross_queries
+from hsa.attention.options import DEFAULTS, AttentionOptions, Kind, cross_queries
 from hsa.errors import InvalidInput
 from hsa.tree.jagged import Jagged, check_jagged, few
 from hsa.tree.padding import Padding
@@ -29,10 +29,10 @@ def scaled_dot_product_attention(
     kind: Kind = "clustered",
     branching: Sequence[int] | None = None,
     near: int | None = None,
+    threshold: float | None = None,
     top_k: int | None = None,
     sinks: int | None = None,
     tile: int | None = None,
-    chunk: int | None = None,
 ) -> Tensor:
     """Attend as `torch.nn.functional.scaled_dot_product_attention` does, exactly where it matters and pooled elsewhere.
 
@@ -52,13 +52,17 @@ def scaled_dot_product_attention(
         kind: "clustered" (multiscale attention over groups of similar keys), "multiscale" (over windows of consecutive
             keys) or "hierarchical" (the paper's operator over such windows; not causal).
         branching: Family sizes of the tree from the leaves up; the last one repeats. (8, 2), (16, 2) and (16,) by default.
+            In causal attention that selects groups: keys per group, groups per node and nodes per chunk, (8, 8, 4).
         near: Number of neighbouring windows on each side that are exact: for "multiscale", 1 by default.
-        top_k: Number of further groups (8 by default) or windows (4; 0 in causal attention) that are exact because the
-            queries score them best.
+        threshold: Share of a query's attention from which it attends to a group exactly, in causal attention: for
+            "clustered", 1/256 by default. Smaller is closer to softmax attention. Without `threshold` and `top_k`, causal
+            "multiscale" attention is exact for neighbouring windows only.
+        top_k: Number of further groups (8 by default) or windows (4) that are exact because the queries score them best. In
+            causal attention: number of groups that each query selects, in place of `threshold`.
         sinks: Number of first tokens that are exact for all queries: 1 by default, 0 for "hierarchical".
-        tile: Number of consecutive queries that share a selection in self-attention, 16 by default. Causal queries that
-            select by score, and queries of another sequence, share none, because a shared selection would leak.
-        chunk: Number of tokens whose keys are clustered together in causal attention: for "clustered", 256 by default.
+        tile: Number of consecutive queries that share a selection in self-attention, 16 by default. In causal attention 64:
+            there a query shares only what earlier queries of its tile have selected. Queries of another sequence share
+            none, because a shared selection would leak.
 
     Attention with as many queries as keys is taken for self-attention: query i and key i are the same token. For
     cross-attention with equal lengths pass `kind="clustered", tile=1`. Kinds "multiscale" and "hierarchical" and causal
@@ -79,7 +83,7 @@ def scaled_dot_product_attention(
     torch.Size([2, 4, 100, 16])
     """
     options = AttentionOptions.of(
-        kind, branching=branching, near=near, top_k=top_k, sinks=sinks, tile=tile, chunk=chunk
+        kind, branching=branching, near=near, threshold=threshold, top_k=top_k, sinks=sinks, tile=tile
     )
     check_dropout(dropout_p)
     _check_heads(query, key, value, enable_gqa)
@@ -102,7 +106,7 @@ def scaled_dot_product_attention(
             fix="For decoding with a cache see hsa.MultiscaleCache and hsa.ClusteredCache",
         )
     padding = padding_of(visible.keys, batch, keys)
-    rest |= {"tree": options.tree(padding.lengths, query.device), "causal": is_causal}
+    rest |= {"sequences": padding.lengths, "causal": is_causal}
     k, v = padding.pack(key), padding.pack(value)
     if queries != keys:
         rows = padding_of(None, batch, queries)
@@ -126,7 +130,8 @@ def _attend_with_padding(
     is_token = padding.mask.to(query.device)
     order = torch.cat([x.flatten().nonzero().squeeze(-1) for x in (is_token, ~is_token)])
     lengths = [*padding.lengths, *(length - n for n in padding.lengths)]
-    groups = cross_queries(lengths, query.device, tile=options.tile, trees=[*range(batch)] * 2)
+    tile = options.tile or DEFAULTS[options.kind]["tile"]
+    groups = cross_queries(lengths, query.device, tile=tile, trees=[*range(batch)] * 2)
     rows = query.transpose(1, 2).flatten(0, 1).index_select(0, order)
     out = options.attend(rows, k, v, queries=groups, **rest).index_select(0, order.argsort())
     return out.unflatten(0, (batch, length)).transpose(1, 2)
@@ -190,6 +195,5 @@ def _attend_jagged(
         raise InvalidInput("value", expected=f"sequences of {few(key_lengths)} tokens, as key", got=few(v.lengths))
     if len(query_lengths) != len(key_lengths) or (is_causal and query_lengths != key_lengths):
         raise InvalidInput("key", expected=f"sequences of {few(query_lengths)} tokens, as query", got=few(key_lengths))
-    tree = options.tree(key_lengths, query.device)
     groups = None if query_lengths == key_lengths else cross_queries(query_lengths, query.device)
-    return q.wrap(options.attend(q.rows, k.rows, v.rows, tree, queries=groups, causal=is_causal, **rest))
+    return q.wrap(options.attend(q.rows, k.rows, v.rows, key_lengths, queries=groups, causal=is_causal, **rest))

@@ -53,26 +53,29 @@ class SettingOptions:
             paper's, over a tree).
         tree: Tree for multiscale and hierarchical: windows of consecutive tokens, or the sentences of the text; windows by
             default.
-        branching: Members per family, from the leaves up; the last factor repeats, except for hierarchical.
+        branching: Members per family, from the leaves up; the last factor repeats, except for hierarchical. 8 2 by default.
+            In language models: keys per group, groups per node and nodes per chunk, 8 8 4 by default.
         near: For multiscale: number of neighbouring families on each side that are attended to exactly.
-        top_k: Number of groups of keys that each query attends to exactly: the best ones. More is closer to the
-            original and slower.
+        threshold: For language models: share of a query's attention from which a group of keys is attended to exactly; 1/256
+            by default. Smaller is closer to the original and slower.
+        top_k: Number of groups of keys that each query attends to exactly: the best ones; 8 by default. More is closer to
+            the original and slower. Language models select by --threshold instead, unless it is given.
         pooled_bias: Number that is added to the logits of pooled nodes.
         sinks: Number of first tokens that are always attended to exactly, or "special" for the special tokens.
-        tile: Number of neighbouring queries that share a selection; by default 1, or a leaf family for multiscale.
-        chunk: Number of tokens whose keys are clustered together; by default 256 in causal models, all tokens in others.
+        tile: Number of neighbouring queries that share a selection; by default 1, a leaf family for multiscale, or 64 in
+            language models.
     """
 
     only_layers: tuple[int, ...] = ()
     kind: Kind = LayerSettings.kind
     tree: Tree | None = LayerSettings.tree  # type: ignore[assignment]  # no function here
-    branching: tuple[int, ...] = LayerSettings.branching
+    branching: tuple[int, ...] | None = LayerSettings.branching
     near: int = LayerSettings.near
-    top_k: int = LayerSettings.top_k
+    threshold: float | None = LayerSettings.threshold
+    top_k: int | None = LayerSettings.top_k
     pooled_bias: float = LayerSettings.pooled_bias  # type: ignore[assignment]  # one for all heads
     sinks: str = str(LayerSettings.sinks)
     tile: int | None = LayerSettings.tile
-    chunk: int | None = LayerSettings.chunk
 
     def values(self) -> dict[str, Any]:
         """Return the settings as keywords of `hsa.huggingface.convert`."""
@@ -90,7 +93,7 @@ HELP = HelpPage(
     },
     common=(
         *("task", "text", "label", "limit", "max_tokens"),
-        *("kind", "top_k", "only_layers", "budget"),
+        *("kind", "threshold", "top_k", "only_layers", "budget"),
         *("out", "json", "cpu"),
     ),
     topics={

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hsa.attention.clustered.keys import ClusteredKeys
+from hsa.attention.clustered.operator import cluster, clustered_attention, select_groups
+from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.dense import dense_weights
 from hsa.attention.flops import flops
 from hsa.attention.hierarchical.operator import hierarchical_attention
-from hsa.attention.multiscale.cluster import KeyClusters, cluster_keys
+from hsa.attention.multiscale.cluster import cluster_keys
 from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.multiscale.select import select
 from hsa.attention.multiscale.selection import Selection
@@ -31,11 +34,22 @@ _UNKNOWN_TO_TORCH = ("softcap", "s_aux")
 
 
 class Output(NamedTuple):
-    """Output of a layer, with weights if requested, and clusters if keys were clustered."""
+    """Output of a layer, with weights if requested, and the structure of causal layers that select groups."""
 
     values: Tensor  # [batch, queries, heads, dim]
     weights: Tensor | None = None  # [batch, heads, queries, keys]
-    clusters: KeyClusters | None = None  # of all keys
+    keys: ClusteredKeys | None = None
+    selection: TileSelection | None = None
+
+
+class _Prepared(NamedTuple):
+    """An operator, its fourth argument, and what it was prepared from."""
+
+    operator: partial[Tensor]
+    forest: Hierarchy | list[int]
+    structure: Hierarchy | Selection | TileSelection
+    counting: dict[str, Any]  # further arguments of `flops`
+    keys: ClusteredKeys | None = None
 
 
 def attend(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
@@ -54,53 +68,84 @@ def attend(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
     return Output(torch.cat([out.values for out in outputs])[order], weights)
 
 
-def attend_tree(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
-    """Attend over the trees of a converted layer."""
-    settings, causal = plan.settings, sequences.causal
-    assert settings is not None
-    q, k, v = sequences.queries.pack(call.query), sequences.keys.pack(call.key), sequences.keys.pack(call.value)
-    tree = tree_of(settings, sequences)
-    operator: partial[Tensor]
-    structure: Hierarchy | Selection
-    clusters = None
-    if settings.kind == "hierarchical":
-        inside: Any = partial(_attend_family, dropout_p=call.dropout_p) if call.dropout_p else "exact"
-        operator = partial(hierarchical_attention, include_self=True, family_attention=inside, scale=call.scale)
-        structure = tree
+def attend_tree(plan: LayerPlan, call: Call, sequences: Sequences, opened: Tensor | None = None) -> Output:
+    """Attend over the trees of a converted layer.
+
+    `opened` are the groups that earlier queries of each sequence's first tile have opened, `[batch, heads, groups]`. Caches
+    without trees do not know them; then none are.
+    """
+    assert plan.settings is not None
+    settings, causal = plan.settings.resolved(sequences.causal), sequences.causal
+    packed = sequences.queries.pack(call.query), sequences.keys.pack(call.key), sequences.keys.pack(call.value)
+    if settings.uses_tiles(causal):
+        prepared = _prepare_tiles(settings, call, sequences, packed, opened)
+    elif settings.kind == "hierarchical":
+        prepared = _prepare_hierarchical(settings, call, sequences)
     else:
-        if settings.kind == "clustered":
-            clusters = cluster_keys(k, tree, chunk=settings.chunk_size if causal else settings.chunk)
-        structure = selection = select(
-            q,
-            k,
-            tree,
-            queries=sequences.tiles(tree, settings.tile_size(causal)),
-            near=settings.near,
-            top_k=settings.top_k,
-            beam=settings.beam,
-            clusters=clusters,
-            causal=causal,
-            scale=call.scale,
-        )
-        operator = partial(
-            multiscale_attention,
-            selection=selection,
-            clusters=clusters,
-            causal=causal,
-            pooled_bias=bias_of(settings, q.device),
-            dropout_p=call.dropout_p,
-            scale=call.scale,
-        )
+        prepared = _prepare_multiscale(settings, call, sequences, packed)
+    operator, forest, structure, options, keys = prepared
+    q, k, v = packed
     counted, probe = COUNTER.get(), PROBE.get()
     if counted is not None:
         heads, dim = q.shape[1:]
-        taken = flops(structure, heads * dim, heads, hierarchy=tree, clusters=clusters)
-        counted.add(plan.number, taken, exact_operations(call.query, sequences))
+        counted.add(
+            plan.number, flops(structure, heads * dim, heads, **options), exact_operations(call.query, sequences)
+        )
     if probe is not None and settings.kind != "hierarchical":
-        probe.add(plan.number, _errors(operator, probe, (q, k, v), tree, call, sequences))
-    values = sequences.queries.unpack(operator(q, k, v, tree)).transpose(1, 2)
-    weights = _dense(operator, q, k, tree, sequences) if call.weights else None
-    return Output(values, weights, clusters)
+        probe.add(plan.number, _errors(operator, probe, packed, forest, call, sequences))
+    out = operator(q, k, v, forest) if keys is None else operator(q, k, v, forest, keys=keys)
+    values = sequences.queries.unpack(out).transpose(1, 2)
+    weights = _dense(operator, q, k, forest, sequences) if call.weights else None
+    return Output(values, weights, keys, structure if isinstance(structure, TileSelection) else None)
+
+
+def _prepare_tiles(
+    settings: LayerSettings,
+    call: Call,
+    sequences: Sequences,
+    packed: tuple[Tensor, Tensor, Tensor],
+    opened: Tensor | None,
+) -> _Prepared:
+    q, k, v = packed
+    lengths = sequences.keys.lengths
+    shape: dict[str, Any] = {"windows": settings.kind == "multiscale", "branching": settings.branching}
+    shared: dict[str, Any] = {"query_lengths": sequences.queries.lengths, "causal": True, "tile": settings.tile}
+    shared["scale"] = call.scale
+    keys = cluster(k, v, lengths, **shape)
+    if opened is None:
+        opened = torch.zeros(len(lengths), q.shape[1], 0, dtype=torch.bool, device=q.device)
+    rule: dict[str, Any] = {"threshold": settings.threshold, "top_k": settings.top_k, "opened": opened}
+    selection = select_groups(q, k, keys, lengths, **rule, **shared)
+    operator = partial(
+        clustered_attention,
+        selection=selection,
+        pooled_bias=bias_of(settings, q.device),
+        dropout_p=call.dropout_p,
+        **shape,
+        **shared,
+    )
+    return _Prepared(operator, lengths, selection, {}, keys)
+
+
+def _prepare_hierarchical(settings: LayerSettings, call: Call, sequences: Sequences) -> _Prepared:
+    tree = tree_of(settings, sequences)
+    inside: Any = partial(_attend_family, dropout_p=call.dropout_p) if call.dropout_p else "exact"
+    operator = partial(hierarchical_attention, include_self=True, family_attention=inside, scale=call.scale)
+    return _Prepared(operator, tree, tree, {})
+
+
+def _prepare_multiscale(
+    settings: LayerSettings, call: Call, sequences: Sequences, packed: tuple[Tensor, Tensor, Tensor]
+) -> _Prepared:
+    q, k, _ = packed
+    tree = tree_of(settings, sequences)
+    clusters = cluster_keys(k, tree) if settings.kind == "clustered" else None
+    shared: dict[str, Any] = {"clusters": clusters, "causal": sequences.causal, "scale": call.scale}
+    queries = sequences.tiles(tree, settings.tile)
+    selection = select(q, k, tree, queries=queries, near=settings.near, top_k=settings.top_k, **shared)
+    bias = bias_of(settings, q.device)
+    operator = partial(multiscale_attention, selection=selection, pooled_bias=bias, dropout_p=call.dropout_p, **shared)
+    return _Prepared(operator, tree, selection, {"hierarchy": tree, "clusters": clusters})
 
 
 def attend_softmax(call: Call, mask: Tensor | None, causal: bool) -> Output:
@@ -160,7 +205,7 @@ def _errors(
     operator: Callable[..., Tensor],
     probe: Probe,
     packed: tuple[Tensor, Tensor, Tensor],
-    tree: Hierarchy,
+    forest: Hierarchy | list[int],
     call: Call,
     sequences: Sequences,
 ) -> Tensor:
@@ -168,13 +213,15 @@ def _errors(
     options: dict[str, Any] = {"causal": sequences.causal, "scale": call.scale, "dropout_p": 0.0}
     values, _ = attend_exactly(call.query, call.key, call.value, sequences.allowed(), **options)
     exact_output = sequences.queries.pack(values.transpose(1, 2)).float()
-    outputs = (operator(*packed, tree, pooled_bias=bias) for bias in probe.biases)
+    outputs = (operator(*packed, forest, pooled_bias=bias) for bias in probe.biases)
     return torch.stack([(out.float() - exact_output).square().sum((0, 2)) for out in outputs])
 
 
-def _dense(operator: Callable[..., Tensor], q: Tensor, k: Tensor, tree: Hierarchy, sequences: Sequences) -> Tensor:
+def _dense(
+    operator: Callable[..., Tensor], q: Tensor, k: Tensor, forest: Hierarchy | list[int], sequences: Sequences
+) -> Tensor:
     """Return the attention weights of a padded batch, `[batch, heads, queries, keys]`."""
-    weights = dense_weights(operator, q, k, tree)  # [heads, queries, keys]
+    weights = dense_weights(operator, q, k, forest)  # [heads, queries, keys]
     batch, keys = sequences.mask.shape
     queries = sequences.queries.mask.shape[1]
     dense = weights.new_zeros(batch, len(weights), queries, keys)

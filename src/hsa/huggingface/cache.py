@@ -19,8 +19,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from hsa.attention.cache.clustered import ClusteredCache
 from hsa.attention.cache.interface import Cache, Counted, Memory
 from hsa.attention.cache.multiscale import MultiscaleCache
+from hsa.attention.clustered.selection import NEVER
 from hsa.errors import InvalidInput
-from hsa.huggingface.attend import Output, attend, bias_of
+from hsa.huggingface.attend import Output, attend, attend_tree, bias_of
 from hsa.huggingface.layer_plan import Call, LayerPlan, layers_that_cache_trees
 from hsa.huggingface.observe import COUNTER, count_steps
 from hsa.huggingface.sequences import Sequences
@@ -130,36 +131,60 @@ class CacheLayer(CacheLayerMixin):
             )
 
     def _attend_inside(self, call: Call, sequences: Sequences) -> Output:
+        """Store the new tokens while they attend."""
+        key, value = self._new_tokens(call)
         self.mask = sequences.mask
-        self.tokens = tokens = self._empty(call.key, call.value)
+        if self.tokens is None:
+            self.tokens = self._empty(key, value)
+            self.tokens.begin(sequences.keys.lengths)
+        else:
+            assert isinstance(self.tokens, ClusteredCache)
+            self.tokens.extend(sequences.queries.lengths)
+        tokens, rows = self.tokens, sequences.queries
         assert isinstance(tokens, ClusteredCache)
-        tokens.begin(sequences.keys.lengths)
-        q, k, v = (sequences.keys.pack(x.detach().to(tokens.dtype)) for x in (call.query, call.key, call.value))
+        q, k, v = (rows.pack(x.detach().to(tokens.dtype)) for x in (call.query, key, value))
         out = tokens.attend_prompts(0, q, k, v, pooled_bias=bias_of(self.settings, q.device), scale=call.scale)
-        return Output(sequences.keys.unpack(out.to(call.query.dtype)).transpose(1, 2))
+        return Output(rows.unpack(out.to(call.query.dtype)).transpose(1, 2))
 
     def _attend_whole(self, plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
-        """Attend as without a cache, then fill the cache with all keys, in the order of their clusters."""
+        """Attend as without a cache, and store the new tokens."""
         if self.tokens is not None:
+            assert isinstance(self.tokens, ClusteredCache)
             key, value = self._all_tokens(call)
-            call = replace(call, key=key, value=value)
-        out = attend(plan, call, sequences)
+            out = attend_tree(plan, replace(call, key=key, value=value), sequences, self._opened())
+            self._attend_inside(call, sequences)
+            return out
+        # Not "split": the cache needs the selection of the whole batch.
+        run = attend_tree if plan.path(call, sequences) == "split" else attend
+        out = run(plan, call, sequences)
         self.mask = sequences.mask
         self.tokens = self._empty(call.key, call.value)
         self.tokens.begin(sequences.keys.lengths)
         k, v = (sequences.keys.pack(x.detach()) for x in (call.key, call.value))
         if isinstance(self.tokens, ClusteredCache):
-            self.tokens.fill(0, k, v, clusters=out.clusters)
+            nothing = torch.zeros(*call.query.shape[:2], 0, dtype=torch.bool, device=k.device)
+            self.tokens.fill(0, k, v, keys=out.keys, opened=out.selection or nothing)
         else:
             self.tokens.fill(0, k, v)
         return out
+
+    def _opened(self) -> Tensor | None:
+        """Return the groups that are open in the last tile, `[batch, lists, groups]`; None if no token has attended yet."""
+        assert isinstance(self.tokens, ClusteredCache)
+        first = self.tokens.state_dict()["layers"][0]["first"]
+        return (first != NEVER).flatten(2) if first.shape[1] else None
+
+    @staticmethod
+    def _new_tokens(call: Call) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that `update` received."""
+        return getattr(call.key, "hsa_new", (call.key, call.value))
 
     def _all_tokens(self, call: Call) -> list[Tensor]:
         """Return all keys and values in their original order, with padding."""
         assert isinstance(self.tokens, ClusteredCache)
         assert self.mask is not None
         both = []
-        for kept, new in zip(self.tokens.leaves(0), call.key.hsa_new, strict=True):  # type: ignore[attr-defined]
+        for kept, new in zip(self.tokens.leaves(0), self._new_tokens(call), strict=True):
             padded = new.new_zeros(*self.mask.shape, *kept.shape[1:])
             padded[self.mask] = kept.to(new.dtype)
             both.append(torch.cat([padded.transpose(1, 2), new], 2))
@@ -168,7 +193,7 @@ class CacheLayer(CacheLayerMixin):
     def _attend_steps(self, plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
         self.mask = sequences.mask
         counted = Counted() if COUNTER.get() is not None else None
-        keys, values = call.key.hsa_new  # type: ignore[attr-defined]
+        keys, values = self._new_tokens(call)
         each = zip(call.query.unbind(2), keys.unbind(2), values.unbind(2), strict=True)
         out = [self._step(q, k, v, call.scale, counted) for q, k, v in each]
         if counted is not None:
@@ -191,9 +216,7 @@ class CacheLayer(CacheLayerMixin):
         return out.to(q.dtype)
 
     def _empty(self, key: Tensor, value: Tensor) -> Cache:
-        settings = self.settings
-        sinks = settings.sinks or 0
-        assert isinstance(sinks, int)
+        settings = self.settings.resolved(causal=True)
         shared: dict[str, Any] = {
             "layers": 1,
             "batch": len(key),
@@ -203,11 +226,13 @@ class CacheLayer(CacheLayerMixin):
             "dtype": key.dtype,
             "device": key.device,
             "branching": settings.branching,
-            "sinks": sinks,
         }
-        if settings.kind == "clustered":
-            return ClusteredCache(top_k=settings.top_k, beam=settings.beam, chunk=settings.chunk_size, **shared)
-        return MultiscaleCache(near=settings.near, rewind=REWIND, **shared)
+        if settings.uses_tiles(causal=True):
+            shared |= {"threshold": settings.threshold, "top_k": settings.top_k, "tile": settings.tile}
+            return ClusteredCache(windows=settings.kind == "multiscale", **shared)
+        sinks = settings.sinks or 0
+        assert isinstance(sinks, int)
+        return MultiscaleCache(near=settings.near, rewind=REWIND, sinks=sinks, **shared)
 
     def get_seq_length(self, *args: Any) -> int:
         return self.seen

@@ -27,14 +27,13 @@ def convert(
     tokenizer: Any = None,
     kind: Kind = DEFAULT.kind,
     tree: Tree | Callable[..., Any] | None = DEFAULT.tree,
-    branching: Sequence[int] = DEFAULT.branching,
+    branching: Sequence[int] | None = DEFAULT.branching,
     near: int = DEFAULT.near,
-    top_k: int = DEFAULT.top_k,
-    beam: int | Literal["exact"] | None = DEFAULT.beam,
+    threshold: float | None = DEFAULT.threshold,
+    top_k: int | None = DEFAULT.top_k,
     pooled_bias: float | Sequence[float] = DEFAULT.pooled_bias,
     sinks: int | Literal["special"] | None = DEFAULT.sinks,
     tile: int | None = DEFAULT.tile,
-    chunk: int | None = DEFAULT.chunk,
 ) -> Model:
     """Replace the attention of a pre-trained model by attention over trees, in place. Weights stay the same.
 
@@ -53,16 +52,18 @@ def convert(
         tree: Tree for "multiscale" and "hierarchical": "windows" of consecutive tokens (default), "sentences", or a
             function from a list of token ids per sequence to a `Hierarchy` with one tree per sequence.
         branching: Members per family, from the leaves up. The last factor repeats up to the root, except for
-            "hierarchical".
+            "hierarchical". (8, 2) by default. In causal layers that select groups: keys per group, groups per node and nodes
+            per chunk, (8, 8, 4) by default.
         near: Number of neighbouring leaf families on each side that are exact ("multiscale" only).
-        top_k: Number of exact groups per query, those with the highest scores. More is closer to exact attention.
-        beam: Width of the search for these groups, or "exact" to score all groups. Default: chosen by length.
+        threshold: For causal layers: share of a query's attention from which a group is exact. Smaller is closer to exact
+            attention. 1/256 by default for "clustered"; "multiscale" over windows selects only with `threshold` or `top_k`.
+        top_k: Number of exact groups per query, those with the highest scores; 8 by default. More is closer to exact
+            attention. In causal layers: number of groups that each query selects, in place of `threshold`.
         pooled_bias: Number added to the logits of pooled nodes, or one number per head.
-        sinks: Tokens that are always exact: the first n, "special" tokens such as [CLS] and [SEP], or None.
+        sinks: Tokens that are always exact: the first n, "special" tokens such as [CLS] and [SEP], or None. Causal layers
+            that select groups always read the group of the first token exactly.
         tile: Number of neighbouring queries that share a selection. Default: 1 for clustered keys, otherwise a leaf
-            family. In causal models each query has its own selection.
-        chunk: Number of consecutive tokens whose keys are clustered together ("clustered" only). Default: the whole
-            sequence, or 256 in causal models, which cluster complete chunks only.
+            family. In causal layers 64: there a query shares only what earlier queries of its tile have selected.
 
     Returns:
         The same model.
@@ -86,17 +87,15 @@ def convert(
         tree=tree,
         branching=branching,
         near=near,
+        threshold=threshold,
         top_k=top_k,
-        beam=beam,
         pooled_bias=pooled_bias,
         sinks=sinks,
         tile=tile,
-        chunk=chunk,
     )
     by_number = _by_number(modules, saved, layers, passed)
     for number, layer in by_number.items():
-        if is_causal(modules[number]):
-            layer.check_causal(number)
+        layer.check(number, causal=is_causal(modules[number]))
     if tokenizer is None and inner is not model and is_tokenizer(getattr(model, "tokenizer", None)):
         tokenizer = model.tokenizer  # type: ignore[attr-defined]
     vocabulary = _vocabulary(modules, tokenizer, by_number.values(), saved)

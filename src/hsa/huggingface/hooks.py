@@ -64,12 +64,22 @@ class Conversion:
         ]
 
     @torch.compiler.disable
-    def _prepare_cache(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _prepare_cache(
+        self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Put caches of trees into an empty cache, or into a new one if the caller asks for a cache and passes none."""
+        from transformers.cache_utils import DynamicCache
+
         from hsa.huggingface.cache import cache_trees
 
         cache = options.get("past_key_values")
-        if cache is not None and not torch.is_grad_enabled():  # outputs of a cache of trees have no gradient
-            cache_trees(cache, self.tree_caches)
+        asks = options.get("use_cache") and options.get("encoder_hidden_states") is None and not arguments[1:]
+        if cache is None and asks:
+            cache = DynamicCache(config=module.config.get_text_config(decoder=True))
+        if cache is None or torch.is_grad_enabled():  # outputs of a cache of trees have no gradient
+            return None
+        cache_trees(cache, self.tree_caches)
+        return arguments, {**options, "past_key_values": cache}
 
     @torch.compiler.disable
     def _begin(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -8,8 +8,8 @@ Without a cache of trees (`LayerPlan.path`):
 
 With a cache of trees (`LayerPlan.cache_path`), in causal layers:
 
-- "inside": a prompt attends while it enters the cache;
-- "whole": attention over all keys as without a cache, after which the keys enter the cache;
+- "inside": new tokens attend while they enter the cache;
+- "whole": attention over all keys as without a cache, beside which the keys enter the cache;
 - "steps": new tokens attend to the cache one by one.
 """
 
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
 AttentionPath: TypeAlias = Literal["exact", "tree", "split"]
 CachePath: TypeAlias = Literal["inside", "whole", "steps"]
-FEW = 16
-"""Maximum number of new tokens that a cache of clustered keys takes one by one; for more, it rebuilds its trees."""
-LONGEST_INSIDE = 2**15
-"""Longest prompt that attends inside the cache, in tokens. For longer prompts a whole pass is faster."""
 _UNKNOWN_TERMS = ("position_bias", "softcap", "s_aux", "sliding_window")
 
 
@@ -84,8 +80,8 @@ class LayerPlan:
         plan = getattr(module, "hsa_plan", None)
         if plan is None:
             plan = cls(*_read_config(module))
-            if plan.settings is not None and is_causal(module):
-                plan.settings.check_causal(plan.number)
+            if plan.settings is not None:
+                plan.settings.check(plan.number, causal=is_causal(module))
             module.hsa_plan = plan
         return plan
 
@@ -95,9 +91,7 @@ class LayerPlan:
         settings = self.settings
         if settings is None or isinstance(settings.sinks, str):
             return False
-        if settings.kind == "clustered":
-            return len(settings.branching) <= 2
-        return settings.kind == "multiscale" and settings.tree == "windows" and settings.top_k == 0
+        return settings.uses_tiles(causal=True) or (settings.kind, settings.tree) == ("multiscale", "windows")
 
     def path(self, call: Call, sequences: Sequences) -> AttentionPath:
         """Return the path of a pass without a cache of trees. Refuse attention that trees cannot compute."""
@@ -105,8 +99,8 @@ class LayerPlan:
             return "exact"
         self.check_terms(call)
         short = self.short(sequences)
-        if sequences.causal and not all(short):
-            self.settings.check_causal(self.number)
+        if not all(short):
+            self.settings.check(self.number, causal=sequences.causal)
         return "exact" if all(short) else "split" if any(short) else "tree"
 
     def short(self, sequences: Sequences) -> list[bool]:
@@ -119,25 +113,21 @@ class LayerPlan:
         """Return the path of a pass with a cache of trees; `empty` tells whether the cache holds no tokens yet."""
         assert self.settings is not None
         self.check_terms(call)
-        clustered = self.settings.kind == "clustered"
         plain = not call.weights and not call.dropout_p
-        if empty:
-            whole_prompt = call.query.shape[2] == call.key.shape[2] and sequences.causal
-            on_cpu = call.query.device.type == "cpu"  # where it saves most of the time
-            short = max(sequences.keys.lengths) <= LONGEST_INSIDE
-            unobserved = plain and not is_observed() and not call.needs_gradient
-            return "inside" if clustered and whole_prompt and on_cpu and short and unobserved else "whole"
-        one_by_one = plain and sequences.queries.full
-        if clustered and not (one_by_one and call.query.shape[2] <= FEW):
-            return "whole"
-        if not one_by_one:
+        one_by_one = plain and sequences.queries.full and not empty
+        if self.settings.uses_tiles(causal=True):
+            if one_by_one and call.query.shape[2] == 1:
+                return "steps"
+            inside = plain and sequences.causal and not is_observed() and not call.needs_gradient
+            return "inside" if inside else "whole"
+        if not empty and not one_by_one:
             raise InvalidInput(
                 "past_key_values",
                 expected="new tokens without padding, output_attentions=False and no dropout, as the cache keeps no leaves",
                 got="new tokens with padding, output_attentions=True or dropout",
                 fix="Pass use_cache=False",
             )
-        return "steps"
+        return "whole" if empty else "steps"
 
     def check_terms(self, call: Call) -> None:
         """Refuse terms that change the attention weights, which trees do not support."""
@@ -164,11 +154,13 @@ def exact_is_cheaper(settings: LayerSettings, length: int, *, causal: bool) -> b
     clustered = settings.kind == "clustered"
     if not clustered and (settings.kind, settings.tree) != ("multiscale", "windows"):
         return False
+    tiles, settings = settings.uses_tiles(causal), settings.resolved(causal)
+    assert settings.branching is not None
+    if causal:
+        return tiles and length <= math.prod(settings.branching)
+    assert settings.top_k is not None
     size = settings.branching[0]
     families = -(-length // size)
-    if causal:
-        in_first_chunk = clustered and length <= settings.chunk_size
-        return in_first_chunk or (families <= settings.top_k and settings.sinks != "special")
     neighbours = 0 if clustered else (1 + 2 * settings.near) * size
     levels = math.log(families, settings.branching[-1])
     scored = families / 2 if settings.top_k else 0.0

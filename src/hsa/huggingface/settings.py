@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias, get_args
 
-from hsa.attention.chunks import check_chunk, default_chunk
 from hsa.errors import InvalidInput, inside
 
 Kind: TypeAlias = Literal["clustered", "multiscale", "hierarchical"]
 Tree: TypeAlias = Literal["windows", "sentences"]
-VERSION = 2
+VERSION = 3
 """Version of the format of `config.hsa`. Other versions are refused."""
 FUNCTION = "function"
 """Value of `tree` in the config of a model whose trees come from a function, which a config cannot hold."""
@@ -23,20 +23,21 @@ FUNCTION = "function"
 class LayerSettings:
     """Settings of one converted layer. Fields and defaults are those of `convert`, which describes each.
 
+    Defaults of `branching`, `top_k` and `tile` depend on the layer; `resolved` fills them in.
+
     >>> LayerSettings(top_k=4).kind
     'clustered'
     """
 
     kind: Kind = "clustered"
     tree: str | Callable[..., Any] | None = None  # None means "windows", unless kind is "clustered"
-    branching: tuple[int, ...] = (8, 2)
+    branching: tuple[int, ...] | None = None
     near: int = 0
-    top_k: int = 8
-    beam: int | str | None = None
+    threshold: float | None = None
+    top_k: int | None = None
     pooled_bias: float | tuple[float, ...] = 0.0
     sinks: int | str | None = 1
     tile: int | None = None
-    chunk: int | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -45,24 +46,27 @@ class LayerSettings:
             set_field(self, "tree", "windows")
         if self.tree is not None and not callable(self.tree) and self.tree != FUNCTION:
             _check_word("tree", self.tree, get_args(Tree), " or a function")
-        set_field(self, "branching", _factors(self.branching))
-        for name in ("near", "top_k"):
-            set_field(self, name, _check_count(name, getattr(self, name), "0 or a positive number of leaf families"))
-        for name in ("tile", "chunk"):
+        if self.branching is not None:
+            set_field(self, "branching", _factors(self.branching))
+        set_field(self, "near", _check_count("near", self.near, "0 or a positive number of leaf families"))
+        if self.threshold is not None:
+            set_field(self, "threshold", _check_threshold(self.threshold))
+        for name, expected, minimum in (
+            ("top_k", "a number of groups, 0 or more, or None", 0),
+            ("tile", "a positive number of tokens, or None", 1),
+        ):
             if getattr(self, name) is not None:
-                set_field(
-                    self, name, _check_count(name, getattr(self, name), "a positive number of tokens, or None", 1)
-                )
-        if self.beam is not None and self.beam != "exact":
-            set_field(self, "beam", _check_count("beam", self.beam, "'exact', None, or a width of at least top_k", 1))
+                set_field(self, name, _check_count(name, getattr(self, name), expected, minimum))
         set_field(self, "pooled_bias", _biases(self.pooled_bias))
         if self.sinks is not None and self.sinks != "special":
             set_field(self, "sinks", _check_count("sinks", self.sinks, "'special', a number of first tokens, or None"))
         self._check_combination()
 
     def _check_combination(self) -> None:
+        if self.threshold is not None and self.top_k is not None:
+            raise InvalidInput("top_k", expected="None with a threshold", got=self.top_k, fix="Pass one of the two")
         if self.kind == "hierarchical":
-            for name in ("near", "pooled_bias", "tile", "beam"):
+            for name in ("near", "threshold", "pooled_bias", "tile"):
                 value, default = getattr(self, name), getattr(LayerSettings, name)
                 if value:
                     raise InvalidInput(
@@ -80,25 +84,17 @@ class LayerSettings:
                 raise InvalidInput(
                     "near", expected="0 with kind='clustered'", got=self.near, fix="Select more groups with top_k"
                 )
-        if self.chunk is None:
-            return
-        if self.kind != "clustered":
-            raise InvalidInput("chunk", expected=f"None with kind={self.kind!r}", got=self.chunk)
-        check_chunk(self.chunk, self.branching)
 
-    @property
-    def chunk_size(self) -> int:
-        """Number of tokens that a causal layer clusters together."""
-        return self.chunk or default_chunk(self.branching)
+    def uses_tiles(self, causal: bool) -> bool:
+        """Return whether the layer runs `clustered_attention`: causal layers that select groups of keys, or windows."""
+        if not causal or self.kind == "hierarchical":
+            return False
+        windows = self.tree == "windows" and (self.threshold is not None or bool(self.top_k))
+        return self.kind == "clustered" or windows
 
-    def tile_size(self, causal: bool) -> int | None:
-        """Return the number of queries that share a selection, or None for those of a leaf family.
-
-        Causal layers share none: a token generated on its own must get the same selection.
-        """
-        shared = None if causal else self.tile
-        alone = self.kind == "clustered" or (causal and self.top_k > 0)
-        return 1 if shared is None and alone else shared
+    def resolved(self, causal: bool) -> LayerSettings:
+        """Return the settings with the defaults that apply to a causal or another layer, checked."""
+        return _resolve(self, causal)
 
     @property
     def repeats_last(self) -> bool:
@@ -110,26 +106,36 @@ class LayerSettings:
         """Whether trees or sinks depend on token ids."""
         return self.sinks == "special" or self.tree == "sentences" or callable(self.tree)
 
-    def check_causal(self, layer: int) -> None:
-        """Refuse settings that would let a causal layer see later tokens."""
-        if self.kind == "hierarchical":
-            name, instead = "kind", "'clustered' or 'multiscale'"
+    def check(self, layer: int, *, causal: bool) -> None:
+        """Refuse settings that do not fit a causal or another layer, or would let a causal layer see later tokens."""
+        name, expected, why = "", "", None
+        if causal and self.kind == "hierarchical":
+            name, expected = "kind", "'clustered' or 'multiscale'"
             why = "Its rows are tied, so earlier tokens would see later ones"
-        elif self.tree == "sentences":
-            name, instead = "tree", "'windows', or kind='clustered',"
+        elif causal and self.tree == "sentences":
+            name, expected = "tree", "'windows', or kind='clustered',"
             why = "The end of a sentence depends on the text after it, so earlier tokens would see later ones"
-        else:
-            return
-        raise InvalidInput(
-            name, expected=f"{instead} in layer {layer}, which is causal", got=repr(getattr(self, name)), fix=why
-        )
+        elif self.uses_tiles(causal) and self.sinks not in (None, 1):
+            name, expected = "sinks", "1, the default,"
+            why = "The group of the first token is always exact"
+        elif self.uses_tiles(causal) and self.near:
+            name, expected = "near", "0 with threshold or top_k"
+            why = "The chunk of each query is always exact"
+        elif self.threshold is not None and not self.uses_tiles(causal):
+            name, expected = "threshold", "None, with top_k in its place,"
+        if name:
+            word = "causal" if causal else "not causal"
+            got = repr(getattr(self, name))
+            raise InvalidInput(name, expected=f"{expected} in layer {layer}, which is {word}", got=got, fix=why)
+        self.resolved(causal)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON values, with names in place of functions and infinities."""
         values = asdict(replace(self, tree=FUNCTION) if callable(self.tree) else self)
         bias = values["pooled_bias"]
         saved = [_number_to_json(b) for b in bias] if isinstance(bias, tuple) else _number_to_json(bias)
-        return {**values, "branching": list(self.branching), "pooled_bias": saved}
+        branching = None if self.branching is None else list(self.branching)
+        return {**values, "branching": branching, "pooled_bias": saved}
 
     @classmethod
     def from_json(cls, where: str, values: Any) -> LayerSettings:
@@ -143,6 +149,24 @@ class LayerSettings:
             values["pooled_bias"] = _bias_from_json(f"{where}.pooled_bias", values["pooled_bias"])
         with inside(where):
             return cls(**values)
+
+
+@lru_cache(maxsize=256)
+def _resolve(settings: LayerSettings, causal: bool) -> LayerSettings:
+    if settings.uses_tiles(causal):
+        from hsa.attention.clustered.layout import BRANCHING, TILE, Shape
+        from hsa.attention.clustered.operator import THRESHOLD
+
+        shape = Shape.of(settings.branching or BRANCHING, settings.tile or TILE, causal=True)
+        threshold = THRESHOLD if settings.top_k is None and settings.threshold is None else settings.threshold
+        return replace(settings, branching=shape.branching, tile=shape.tile, threshold=threshold)
+    top_k = settings.top_k
+    if top_k is None:
+        top_k = 0 if causal and settings.tree == "windows" else 8
+    tile = None if causal else settings.tile
+    if tile is None and (settings.kind == "clustered" or (causal and top_k > 0)):
+        tile = 1  # a shared selection would be less faithful, and would show later tokens to causal queries
+    return replace(settings, branching=settings.branching or (8, 2), top_k=top_k, tile=tile)
 
 
 class _Default:
@@ -162,8 +186,8 @@ DEFAULT: Any = SimpleNamespace(**{field.name: _Default(field.default) for field 
 def select_given(**settings: Any) -> dict[str, Any]:
     """Drop the settings that were left at `DEFAULT`.
 
-    >>> select_given(top_k=DEFAULT.top_k, near=1), DEFAULT.top_k
-    ({'near': 1}, 8)
+    >>> select_given(top_k=DEFAULT.top_k, near=1), DEFAULT.sinks
+    ({'near': 1}, 1)
     """
     return {name: value for name, value in settings.items() if not isinstance(value, _Default)}
 
@@ -206,7 +230,7 @@ class ModelSettings:
             raise InvalidInput(
                 f"{where}['version']",
                 expected=f"{VERSION}",
-                got=f"{saved['version']}, from a model that hsa 0.1 converted",
+                got=f"{saved['version']}, from a model that hsa 0.{saved['version']} converted",
                 fix="Remove the old conversion with hsa.huggingface.revert(model), then convert the model again",
             )
         layers, special = saved.get("layers", {}), saved.get("special_ids", [])
@@ -236,6 +260,12 @@ def _check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
     from hsa.attention.checks import check_count  # loads torch, which the command line's help must not
 
     return check_count(name, value, expected, minimum)
+
+
+def _check_threshold(threshold: Any) -> float:
+    from hsa.attention.clustered.operator import check_threshold
+
+    return check_threshold(threshold)
 
 
 def _check_word(name: str, value: Any, allowed: Sequence[str], more: str = "") -> None:

@@ -20,6 +20,7 @@ _WINDOWS: OrderedDict[Any, Hierarchy] = OrderedDict()
 
 def tree_of(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
     """Return a tree for each sequence, with one leaf per token and none for padding."""
+    settings = settings.resolved(sequences.causal)
     kind = settings.tree
     if callable(kind):
         return sequences.cached(("tree", kind), lambda: _tree_from_function(kind, sequences))
@@ -37,6 +38,7 @@ def tree_of(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
 
 
 def _window_tree(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
+    assert settings.branching is not None
     sinks, device = sequences.sink_mask(settings.sinks), sequences.mask.device
     lengths, shape = sequences.keys.lengths, (settings.branching, settings.repeats_last)
     key = (tuple(lengths), *shape, sinks.tobytes() if isinstance(sinks, np.ndarray) else sinks, device)
@@ -63,6 +65,7 @@ def _tree_from_function(function: Callable[..., Any], sequences: Sequences) -> H
 
 
 def _sentence_tree(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
+    assert settings.branching is not None
     ids, lengths = sequences.known_ids("tree='sentences'"), sequences.keys.lengths
     sinks = sequences.sink_mask(settings.sinks)
     starts = sequences.vocabulary.sentence_starts(ids.tolist(), lengths)

@@ -17,6 +17,6 @@ def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
             kind.__name__,
             got=f"the unknown field {sorted(unknown)[0]!r}",
             expected="a configuration of this version of hsa",
-            fix="Was it saved by a newer version?",
+            fix="Was it saved by another version? Then load it with that one, or train it again",
         )
     return dict(data)

@@ -57,7 +57,7 @@ class LanguageModelCache:
         self._layer_of_part = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
         self._counters = None
         if config.positions != "rope":
-            self._counters = TreePositionCounters(batch, config.branching, config.sinks, config.position_levels)
+            self._counters = TreePositionCounters(batch, config.tree_branching, config.sinks, config.position_levels)
 
     @property
     def batch(self) -> int:
@@ -171,13 +171,13 @@ def _make(kind: str, config: LanguageModelConfig, sizes: dict[str, Any], rewind:
     if kind == "flat":
         return FlatCache(**sizes)
     if kind == "clustered":
-        search: dict[str, Any] = {"chunk": config.chunk, "top_k": config.top_k, "beam": config.beam}
-        return ClusteredCache(**sizes, branching=(config.group, 2), sinks=config.sinks, **search)
+        rule: dict[str, Any] = {"threshold": config.threshold, "top_k": config.top_k}
+        return ClusteredCache(**sizes, branching=config.tree_branching, tile=config.tile, **rule)
     longest: dict[str, Any] = {} if config.max_length is None else {"max_length": config.max_length}
     return MultiscaleCache(
         **sizes,
         **longest,
-        branching=config.branching,
+        branching=config.tree_branching,
         near=config.near,
         sinks=config.sinks,
         closing=max(config.closes.values(), default=0),

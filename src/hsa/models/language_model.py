@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hsa.attention.clustered.layout import BRANCHING, TILE, Shape
+from hsa.attention.clustered.operator import check_rule
 from hsa.errors import InvalidInput
 from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.known_fields import known_fields
@@ -27,6 +29,7 @@ from hsa.tree.hierarchy import Hierarchy
 
 AttentionKind = Literal["flat", "multiscale", "clustered"]
 PositionKind = Literal["rope", "tree", "both"]
+_BRANCHING = (32, 4)  # default of models without clustered layers
 _KEPT = 16  # number of recent batches whose forests are kept: their plans serve later batches of the same lengths
 
 
@@ -45,18 +48,19 @@ class LanguageModelConfig:
         dropout: Dropout on embeddings and residual branches.
         attention: Kind of attention, for all layers or one per layer: "flat" (to all tokens so far), "multiscale" (to the
             token's leaf family and `near` families before it token by token, to the others pooled on the tree) or
-            "clustered" (multiscale over clustered keys).
+            "clustered" (`hsa.clustered_attention`).
         fusion: Fusion of the heads: "concatenation", "talking", "collaborative" or "over-heads"; `shared_dim` and
             `fusion_penalty` are options of the last two.
-        branching: Members per family of the tree, from the leaves up; the last factor repeats.
-        near: Number of leaf families before a token's own that it attends to token by token.
-        sinks: Number of first tokens that every token attends to exactly.
+        branching: Members per family of the tree, from the leaves up; the last factor repeats. For "clustered": keys per
+            group, groups per node, nodes per chunk. By default (8, 8, 4) if a layer is clustered, (32, 4) otherwise.
+        near: For "multiscale": number of leaf families before a token's own that it attends to token by token.
+        sinks: For "multiscale" and positions in the tree: number of first tokens outside of all families, which every token
+            attends to exactly. Clustered attention always reads the group of the first token exactly.
         positions: "rope" (rotary), "tree" (features of a token's index in its family, of that family's index in its parent,
             …, added to the embedding) or "both".
         position_levels: Number of these indices.
         rope_base: Base of the rotary frequencies.
-        top_k, beam, chunk, group: For "clustered": number of exact groups per token, width of the search for them, tokens
-            per chunk, keys per group.
+        threshold, top_k, tile: For "clustered"; see `hsa.clustered_attention`.
         closes: Token id → height up to which the token closes families: 1 for leaf families, 2 for their parents, …
         max_length: Maximum number of tokens of a text; None for no limit.
 
@@ -77,25 +81,24 @@ class LanguageModelConfig:
     fusion: str = "concatenation"
     shared_dim: int | None = None
     fusion_penalty: float = 0.01
-    branching: tuple[int, ...] = (32, 4)
+    branching: tuple[int, ...] | None = None
     near: int = 1
     sinks: int = 0
     positions: PositionKind = "rope"
     position_levels: int = 4
     rope_base: float = 10_000.0
-    top_k: int = 8
-    beam: int | None = None
-    chunk: int = 256
-    group: int = 8
+    threshold: float | None = None
+    top_k: int | None = None
+    tile: int = TILE
     closes: Mapping[int, int] = field(default_factory=dict)
     max_length: int | None = None
     architecture: str = field(default="decoder", init=False)
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "width", "heads", "layers", "position_levels", "chunk", "group"):
+        for name in ("vocabulary", "width", "heads", "layers", "position_levels"):
             if getattr(self, name) < 1:
                 raise InvalidInput(name, got=getattr(self, name), expected="1 or more")
-        for name in ("near", "sinks", "top_k"):
+        for name in ("near", "sinks"):
             if getattr(self, name) < 0:
                 raise InvalidInput(name, got=getattr(self, name), expected="0 or more")
         for name in ("kv_heads", "feed_forward", "max_length"):
@@ -111,7 +114,10 @@ class LanguageModelConfig:
             raise InvalidInput("heads", got=f"{self.width // self.heads} channels each", expected="an even number")
         if not 0 <= self.dropout < 1:
             raise InvalidInput("dropout", got=self.dropout, expected="0 or more and less than 1")
-        check_branching(self.branching)
+        check_branching(self.tree_branching)
+        if "clustered" in self.kinds:
+            Shape.of(self.tree_branching, self.tile, causal=True)
+            check_rule(self.threshold, self.top_k, 1.0)
         for name, allowed in (("positions", PositionKind), ("activation", Activation)):
             if getattr(self, name) not in get_args(allowed):
                 raise InvalidInput(name, got=getattr(self, name), expected=f"one of {', '.join(get_args(allowed))}")
@@ -140,6 +146,12 @@ class LanguageModelConfig:
         return (self.attention,) * self.layers if isinstance(self.attention, str) else tuple(self.attention)
 
     @property
+    def tree_branching(self) -> tuple[int, ...]:
+        """Members per family of the tree."""
+        default = BRANCHING if "clustered" in self.kinds else _BRANCHING
+        return default if self.branching is None else self.branching
+
+    @property
     def inner(self) -> int:
         """Inner width of the feed-forward networks."""
         return self.feed_forward or inner_width(self.width, self.activation)
@@ -163,7 +175,8 @@ class LanguageModelConfig:
     def from_dict(data: Mapping[str, Any]) -> LanguageModelConfig:
         """Rebuild a configuration from the result of `to_dict`."""
         values = known_fields(LanguageModelConfig, {k: v for k, v in data.items() if k != "architecture"})
-        values["branching"] = tuple(values.get("branching", LanguageModelConfig.branching))
+        if values.get("branching") is not None:
+            values["branching"] = tuple(values["branching"])
         values["closes"] = {int(token): int(height) for token, height in values.get("closes", {}).items()}
         if not isinstance(values.get("attention", ""), str):
             values["attention"] = tuple(values["attention"])
@@ -225,7 +238,7 @@ class LanguageModel(CausalLanguageModel):
         initialise(self, config.layers)
         self.position_embedding: TreePositionEmbedding | None = None
         if config.positions != "rope":
-            self.position_embedding = TreePositionEmbedding(config.width, config.branching, config.position_levels)
+            self.position_embedding = TreePositionEmbedding(config.width, config.tree_branching, config.position_levels)
         heights = np.zeros(config.vocabulary, np.int64)
         heights[list(config.closes)] = list(config.closes.values())
         self._heights = heights
@@ -346,7 +359,7 @@ class LanguageModel(CausalLanguageModel):
         number = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         tree_positions = None
         if self.position_embedding is not None:
-            positions = token_positions(lengths, config.branching, closes, config.sinks, config.position_levels)
+            positions = token_positions(lengths, config.tree_branching, closes, config.sinks, config.position_levels)
             tree_positions = torch.from_numpy(positions).to(device)
         return Trees(forests, torch.from_numpy(number).to(device), tree_positions)
 
@@ -399,15 +412,14 @@ def _attention(kind: AttentionKind, config: LanguageModelConfig) -> CausalAttent
         return CausalFlat()
     if kind == "multiscale":
         return CausalMultiscale(config.heads, near=config.near)
-    return CausalClustered(config.heads, chunk=config.chunk, top_k=config.top_k, beam=config.beam)
+    rule: dict[str, Any] = {"threshold": config.threshold, "top_k": config.top_k}
+    return CausalClustered(config.heads, **rule, tile=config.tile, branching=config.tree_branching)
 
 
 def _forest(kind: str, lengths: Sequence[int], closes: np.ndarray | None, config: LanguageModelConfig) -> Hierarchy:
-    if kind == "flat":
-        return Hierarchy.flat(lengths)
     if kind == "multiscale":
-        return causal_tree(lengths, config.branching, closes, config.sinks)
-    return causal_tree(lengths, (config.group, 2), None, config.sinks)
+        return causal_tree(lengths, config.tree_branching, closes, config.sinks)
+    return Hierarchy.flat(lengths)
 
 
 DECODER = LanguageArchitecture(

@@ -28,7 +28,8 @@ class ModelOptions:
             a number from 1 (softmax) to 2 (sparsemax), or learned (for every layer, level and head).
         include_self: For hierarchical: leaves attend to themselves. The paper's experiments pass --no-include-self.
         near: For multiscale: number of neighbouring leaf families on each side that are attended to leaf by leaf.
-        top_k: For multiscale and clustered: number of further leaf families attended to leaf by leaf, the best ones.
+        top_k: For multiscale and clustered: number of further leaf families attended to leaf by leaf, the best ones. For
+            clustered language models: number of groups of keys, in place of --threshold.
         windows: Fixed windows of this many leaves, from the leaves up, in place of the data's own tree.
         position_width: Number of position features; 0 for no positions.
         position_input: Also add positions to the leaf vectors.

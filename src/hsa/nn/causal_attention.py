@@ -7,6 +7,7 @@ same numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hsa.attention.cache.clustered import ClusteredCache
+from hsa.attention.cache.interface import Cache
+from hsa.attention.clustered.flops import operations
+from hsa.attention.clustered.keys import ClusteredKeys
+from hsa.attention.clustered.layout import BRANCHING, TILE, Shape
+from hsa.attention.clustered.operator import check_rule, cluster, clustered_attention, select_groups
+from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.flops import Flops, entry_operations
 from hsa.attention.mixing import HeadMixing
-from hsa.attention.multiscale.cluster import cluster_keys
 from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.multiscale.select import select
 from hsa.attention.multiscale.selection import Selection
+from hsa.errors import Unsupported
 from hsa.nn.attention import flat_tree, is_counting, note_flops, note_operations
 from hsa.tree.hierarchy import Hierarchy
 
@@ -46,9 +54,20 @@ class CausalAttention(nn.Module):
     def prepare(self, hierarchy: Hierarchy) -> None:
         """Build and cache everything that depends on the forest alone."""
 
-    def describe_keys(self, k: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
-        """Return results that depend on the keys alone, as keyword arguments of `forward` and `Cache.fill`."""
-        return {}
+    def read(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hierarchy: Hierarchy,
+        cache: Cache,
+        index: int,
+        *,
+        mixing: HeadMixing | None = None,
+    ) -> Tensor:
+        """Attend as `forward` does, and store the keys and values in a layer of a cache, after its `begin`."""
+        cache.fill(index, k, v)
+        return self(q, k, v, hierarchy, mixing=mixing)
 
 
 class CausalFlat(CausalAttention):
@@ -128,48 +147,65 @@ class CausalMultiscale(CausalAttention):
 
 
 class CausalClustered(CausalAttention):
-    """Causal multiscale attention over clustered keys: exact within a token's chunk and for the `top_k` best earlier groups.
+    """Causal clustered attention: exact within a token's chunk and for the groups of keys that matter, pooled elsewhere.
 
     Keys of a chunk are clustered as soon as the chunk is complete. A learned bias per head is added to the logits of pooled
     nodes.
 
     Args:
         heads: Number of query heads.
-        chunk: Number of tokens whose keys are clustered together.
-        top_k: Number of groups of earlier chunks that each token attends to exactly.
-        beam: Width of the search for them; see `select`.
+        threshold, top_k, spread, tile, branching: See `hsa.clustered_attention`.
     """
 
     mixes = False
 
-    def __init__(self, heads: int, *, chunk: int = 256, top_k: int = 8, beam: int | str | None = None):
+    def __init__(
+        self,
+        heads: int,
+        *,
+        threshold: float | None = None,
+        top_k: int | None = None,
+        spread: float = 1.0,
+        tile: int = TILE,
+        branching: Sequence[int] = BRANCHING,
+    ):
         super().__init__(heads)
-        self.chunk, self.top_k, self.beam = chunk, top_k, beam
-
-    def describe_keys(self, k: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
-        return {"clusters": cluster_keys(k, hierarchy, chunk=self.chunk)}
+        self.shape = Shape.of(branching, tile, causal=True)
+        self.threshold, self.top_k, self.spread = check_rule(threshold, top_k, spread)
 
     def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, mixing: HeadMixing | None = None
+    ) -> Tensor:
+        return self._attend(q, k, v, hierarchy, mixing)[0]
+
+    def read(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         hierarchy: Hierarchy,
+        cache: Cache,
+        index: int,
         *,
         mixing: HeadMixing | None = None,
-        clusters: Any = None,
     ) -> Tensor:
-        clusters = clusters or cluster_keys(k, hierarchy, chunk=self.chunk)
-        selection = select(q, k, hierarchy, top_k=self.top_k, beam=self.beam, clusters=clusters, causal=True)
-        note_operations(q, v, selection, mixing, hierarchy=hierarchy, clusters=clusters)
-        return multiscale_attention(
-            q,
-            k,
-            v,
-            hierarchy,
-            selection=selection,
-            clusters=clusters,
-            causal=True,
-            pooled_bias=self.bias,
-            mixing=mixing,
-        )
+        out, keys, selection = self._attend(q, k, v, hierarchy, mixing)
+        assert isinstance(cache, ClusteredCache)
+        cache.fill(index, k, v, keys, selection)
+        return out
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, mixing: HeadMixing | None
+    ) -> tuple[Tensor, ClusteredKeys, TileSelection]:
+        if mixing is not None:
+            raise Unsupported("clustered attention cannot mix heads: each head attends to its own nodes")
+        lengths = np.diff(hierarchy.structure.leaf_offsets)
+        tiles: dict[str, Any] = {"causal": True, "tile": self.shape.tile}
+        rule: dict[str, Any] = {"top_k": self.top_k, "spread": self.spread}
+        keys = cluster(k, v, lengths, branching=self.shape.branching)
+        selection = select_groups(q, k, keys, lengths, threshold=self.threshold, **rule, **tiles)
+        if is_counting():
+            heads, widths = q.shape[1], (q.shape[1] * q.shape[2], q.shape[1] * v.shape[2])
+            note_flops(operations(selection, widths[0], heads, value_width=widths[1], kv_heads=k.shape[1], **rule))
+        out = clustered_attention(q, k, v, lengths, keys=keys, selection=selection, pooled_bias=self.bias, **tiles)
+        return out, keys, selection

@@ -127,10 +127,12 @@ class DecoderLayer(nn.Module):
             index: Index of this layer in the cache.
         """
         q, k, v = self._project(x, angles)
-        description = self.attention.describe_keys(k, hierarchy)
-        if cache is not None:
-            cache.fill(index, k, v, **description)
-        return self._finish(x, self.attention(q, k, v, hierarchy, mixing=self.fusion.mixing, **description), memory)
+        mixing = self.fusion.mixing
+        if cache is None:
+            attended = self.attention(q, k, v, hierarchy, mixing=mixing)
+        else:
+            attended = self.attention.read(q, k, v, hierarchy, cache, index, mixing=mixing)
+        return self._finish(x, attended, memory)
 
     def step(self, x: Tensor, cache: Cache, index: int, angles: Tensor | None = None, *, memory: Any = None) -> Tensor:
         """Process the newest token of every sequence, `[batch, width]`, after a call of the cache's `append`."""

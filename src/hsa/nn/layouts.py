@@ -19,9 +19,9 @@ from hsa.tree.hierarchy import Hierarchy
 from hsa.tree.jagged import Jagged, few
 from hsa.tree.padding import Padding
 
-Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor, Hierarchy], Tensor]
-TreeOf: TypeAlias = Callable[[Sequence[int], torch.device], Hierarchy]
-"""Builder of a tree for sequences of these lengths."""
+Forest: TypeAlias = Hierarchy | Sequence[int]
+"""A forest, or the lengths of sequences."""
+Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor, Forest], Tensor]
 
 
 class Tokens(NamedTuple):
@@ -60,7 +60,7 @@ class Layout:
     """Packed rows of the tokens of one call, and the way back to the form of the query."""
 
     rows: Tokens  # [rows, dim] each
-    tree: Hierarchy  # of the keys
+    sequences: Forest  # of the keys
     queries: Queries | None  # None: the leaves
     restore: Callable[[Tensor], Tensor]  # [rows, dim] → the form of the query
     weights: Callable[[Operator, Tensor, Tensor], Tensor]  # operator, q, k → [batch, heads, queries, keys]
@@ -69,6 +69,8 @@ class Layout:
 
 def packed_layout(tokens: Tokens, masks: Masks, tree: Hierarchy, query_hierarchy: Hierarchy | None) -> Layout:
     """Lay out `[leaves, dim]`; in cross-attention, tree i of the queries reads tree i of the keys."""
+    if not isinstance(tree, Hierarchy):
+        raise InvalidInput("hierarchy", expected="an hsa.Hierarchy", got=type(tree).__name__)
     masks.refuse("packed rows have no padding; pass is_causal=True for causal attention")
     if tokens.is_cross and query_hierarchy is None:
         expected = "the forest of the queries, which are not the keys"
@@ -85,7 +87,7 @@ def packed_layout(tokens: Tokens, masks: Masks, tree: Hierarchy, query_hierarchy
     return Layout(tokens, tree, queries, lambda rows: rows, lambda operator, q, k: dense_weights(operator, q, k, tree))
 
 
-def jagged_layout(tokens: Tokens, masks: Masks, tree_of: TreeOf) -> Layout:
+def jagged_layout(tokens: Tokens, masks: Masks) -> Layout:
     """Lay out nested tensors `[batch, tokens, dim]`."""
     masks.refuse("nested tensors have no padding; pass is_causal=True for causal attention")
     query = Jagged("query", tokens.query)
@@ -101,10 +103,10 @@ def jagged_layout(tokens: Tokens, masks: Masks, tree_of: TreeOf) -> Layout:
 
     rows = Tokens(query.rows, key.rows, value.rows)
     queries = cross_queries(query.lengths, query.rows.device) if tokens.is_cross else None
-    return Layout(rows, tree_of(key.lengths, query.rows.device), queries, query.wrap, no_weights)
+    return Layout(rows, key.lengths, queries, query.wrap, no_weights)
 
 
-def padded_layout(tokens: Tokens, masks: Masks, num_heads: int, tree_of: TreeOf) -> Layout:
+def padded_layout(tokens: Tokens, masks: Masks, num_heads: int) -> Layout:
     """Lay out `[batch, length, dim]`, or `[length, dim]` for one sequence."""
     one = tokens.query.ndim == 2
     for name, x in zip(tokens._fields, tokens, strict=True):
@@ -124,8 +126,6 @@ def padded_layout(tokens: Tokens, masks: Masks, num_heads: int, tree_of: TreeOf)
     query_rows = query_padding.pack_tokens(query)
     key_rows = key_padding.pack_tokens(key) if tokens.is_cross else query_rows
     value_rows = key_rows if tokens.value is tokens.key else key_padding.pack_tokens(value)
-    tree = tree_of(key_padding.lengths, query.device)
-
     sees_nothing = None if visible.queries is None else ~visible.queries
 
     def restore(rows: Tensor) -> Tensor:
@@ -134,12 +134,13 @@ def padded_layout(tokens: Tokens, masks: Masks, num_heads: int, tree_of: TreeOf)
         return padded[0] if one else padded
 
     def weights(operator: Operator, q: Tensor, k: Tensor) -> Tensor:
-        dense = _padded_weights(operator, q, k, tree, query_padding, key_padding)
+        dense = _padded_weights(operator, q, k, query_padding, key_padding)
         dense = dense if sees_nothing is None else dense.masked_fill(sees_nothing[:, None, :, None], 0)
         return dense[0] if one else dense
 
     groups = cross_queries(query_padding.lengths, query.device) if tokens.is_cross else None
-    return Layout(Tokens(query_rows, key_rows, value_rows), tree, groups, restore, weights, visible.causal)
+    rows = Tokens(query_rows, key_rows, value_rows)
+    return Layout(rows, key_padding.lengths, groups, restore, weights, visible.causal)
 
 
 def read_masks(masks: Masks, shape: tuple[int, int, int, int], is_cross: bool) -> Visible:
@@ -173,10 +174,8 @@ def _shown(mask: Tensor, where: str) -> Tensor:
     return ~mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else shows(mask, where)
 
 
-def _padded_weights(
-    operator: Operator, q: Tensor, k: Tensor, tree: Hierarchy, queries: Padding, keys: Padding
-) -> Tensor:
+def _padded_weights(operator: Operator, q: Tensor, k: Tensor, queries: Padding, keys: Padding) -> Tensor:
     """Return `[batch, heads, queries, keys]`: attention is linear in its values, so one-hot values give its weights."""
     batch, width = keys.shape
     one_hot = torch.eye(width, dtype=k.dtype, device=k.device).expand(batch, -1, -1)
-    return queries.unpack(operator(q, k, keys.pack_tokens(one_hot)[:, None].expand(-1, k.shape[1], -1), tree))
+    return queries.unpack(operator(q, k, keys.pack_tokens(one_hot)[:, None].expand(-1, k.shape[1], -1), keys.lengths))

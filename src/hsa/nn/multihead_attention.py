@@ -13,7 +13,7 @@ from hsa.attention.checks import check_dropout
 from hsa.attention.hierarchical.operator import hierarchical_attention
 from hsa.attention.options import AttentionOptions
 from hsa.errors import InvalidInput
-from hsa.nn.layouts import Masks, Tokens, jagged_layout, packed_layout, padded_layout
+from hsa.nn.layouts import Forest, Masks, Tokens, jagged_layout, packed_layout, padded_layout
 from hsa.tree.hierarchy import Hierarchy
 
 
@@ -69,7 +69,7 @@ class MultiheadAttention(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
 
     def extra_repr(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items() if value is not None)
         return f"{self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}, {options}"
 
     def forward(
@@ -109,11 +109,11 @@ class MultiheadAttention(nn.Module):
         tokens = Tokens(query, key_rows, key_rows if value is None else value)
         masks = Masks(key_padding_mask, attn_mask)
         if hierarchy is not None:
-            layout = packed_layout(tokens, masks, self._given_tree(hierarchy), query_hierarchy)
+            layout = packed_layout(tokens, masks, hierarchy, query_hierarchy)
         elif any(x.is_nested for x in tokens):
-            layout = jagged_layout(tokens, masks, self.options.tree)
+            layout = jagged_layout(tokens, masks)
         else:
-            layout = padded_layout(tokens, masks, self.num_heads, self.options.tree)
+            layout = padded_layout(tokens, masks, self.num_heads)
         causal = self.causal or is_causal or layout.causal
         if causal and tokens.is_cross:
             raise InvalidInput(
@@ -125,25 +125,19 @@ class MultiheadAttention(nn.Module):
         q, k, v = self._project(layout.rows)
         options = {"queries": layout.queries, "causal": causal}
 
-        def weigh(q: Tensor, k: Tensor, v: Tensor, tree: Hierarchy) -> Tensor:
-            return self._attend(q, k, v, tree, dropout_p=0.0, **options)
+        def weigh(q: Tensor, k: Tensor, v: Tensor, sequences: Forest) -> Tensor:
+            return self._attend(q, k, v, sequences, dropout_p=0.0, **options)
 
         dropout_p = self.dropout if self.training else 0.0
-        attended = self._attend(q, k, v, layout.tree, dropout_p=dropout_p, **options)
+        attended = self._attend(q, k, v, layout.sequences, dropout_p=dropout_p, **options)
         out = layout.restore(self.out_proj(attended.flatten(1)))
         if not need_weights:
             return out if key is None else (out, None)
         weights = layout.weights(weigh, q, k)
         return out, weights.mean(-3) if average_attn_weights else weights
 
-    def _given_tree(self, hierarchy: Hierarchy) -> Hierarchy:
-        """Return the tree that a call on packed rows uses."""
-        if not isinstance(hierarchy, Hierarchy):
-            raise InvalidInput("hierarchy", expected="an hsa.Hierarchy", got=type(hierarchy).__name__)
-        return hierarchy
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, tree: Hierarchy, **options: Any) -> Tensor:
-        return self.options.attend(q, k, v, tree, **options)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: Forest, **options: Any) -> Tensor:
+        return self.options.attend(q, k, v, sequences, **options)
 
     def _project(self, rows: Tokens) -> list[Tensor]:
         """Project rows to `[rows, heads, head_dim]`."""
@@ -207,8 +201,9 @@ class HierarchicalAttention(MultiheadAttention):
         self.options = AttentionOptions.of("hierarchical", branching=branching)
         self.include_self = include_self
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, tree: Hierarchy, **options: Any) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: Forest, **options: Any) -> Tensor:
         self.options.check_hierarchical(**options, instead="Use hsa.nn.MultiscaleAttention")
+        tree = self.options.forest(sequences, k.device)
         return hierarchical_attention(q, k, v, tree, include_self=self.include_self)
 
 
@@ -224,8 +219,8 @@ class MultiscaleAttention(MultiheadAttention):
         batch_first: True, as tokens are `[batch, length, embed_dim]`; for code written for PyTorch's module.
         causal: Whether queries never see later tokens; also `is_causal=True` in a call.
         kind: "multiscale" pools the nodes of your tree, or windows of consecutive tokens; "clustered" pools groups of
-            similar keys, for which it takes only the lengths of a tree.
-        branching, near, top_k, sinks, tile, chunk: See `hsa.scaled_dot_product_attention`.
+            similar keys. Clustered keys, and causal attention with `threshold` or `top_k`, take only the lengths of a tree.
+        branching, near, threshold, top_k, sinks, tile: See `hsa.scaled_dot_product_attention`.
 
     See `MultiheadAttention.forward` for the call.
 
@@ -249,10 +244,10 @@ class MultiscaleAttention(MultiheadAttention):
         kind: Literal["multiscale", "clustered"] = "multiscale",
         branching: Sequence[int] | None = None,
         near: int | None = None,
+        threshold: float | None = None,
         top_k: int | None = None,
         sinks: int | None = None,
         tile: int | None = None,
-        chunk: int | None = None,
         device: Any = None,
         dtype: Any = None,
     ):
@@ -268,10 +263,8 @@ class MultiscaleAttention(MultiheadAttention):
             fix = "For the paper's operator use HierarchicalAttention"
             raise InvalidInput("kind", expected="'multiscale' or 'clustered'", got=repr(kind), fix=fix)
         self.options = AttentionOptions.of(
-            kind, branching=branching, near=near, top_k=top_k, sinks=sinks, tile=tile, chunk=chunk
+            kind, branching=branching, near=near, threshold=threshold, top_k=top_k, sinks=sinks, tile=tile
         )
         self.causal = causal
-
-    def _given_tree(self, hierarchy: Hierarchy) -> Hierarchy:
-        tree = super()._given_tree(hierarchy)
-        return tree if self.options.kind == "multiscale" else self.options.tree(tree.lengths, tree.device)
+        if causal:
+            self.options.tiles()  # refuses options that do not fit

@@ -131,7 +131,7 @@ class MultiscaleEncoderLayer(_EncoderLayer):
         dropout: Dropout on residual branches, inside the feed-forward network and on the weights of attention.
         activation: Activation of the feed-forward network: "relu", "gelu" or a function.
         norm_first: Whether layer norms come before attention and feed-forward network, not after them.
-        attention: Options of `MultiscaleAttention`: `causal`, `kind`, `near`, `top_k`, …
+        attention: Options of `MultiscaleAttention`: `causal`, `kind`, `threshold`, `top_k`, …
 
     >>> import torch
     >>> layer = MultiscaleEncoderLayer(32, 4, norm_first=True, causal=True)
@@ -181,7 +181,8 @@ class MultiscaleDecoderLayer(nn.TransformerDecoderLayer):
         activation: Activation of the feed-forward network: "relu", "gelu" or a function.
         norm_first: Whether layer norms come before attention and feed-forward network, not after them.
         causal: Whether self-attention never sees later tokens; also `tgt_is_causal=True` in a call.
-        attention: Further options of `MultiscaleAttention`, for both attentions: `kind`, `near`, `top_k`, …
+        attention: Further options of `MultiscaleAttention`, for both attentions: `kind`, `near`, `top_k`, …; `threshold` is
+            for self-attention alone, which must then be causal.
 
     >>> import torch
     >>> layer = MultiscaleDecoderLayer(32, 4, causal=True)
@@ -222,6 +223,7 @@ class MultiscaleDecoderLayer(nn.TransformerDecoderLayer):
         )
         options = {**attention, "device": device, "dtype": dtype}
         self.self_attn = MultiscaleAttention(d_model, nhead, dropout, bias, causal=causal, **options)  # type: ignore[assignment]
+        options.pop("threshold", None)
         self.multihead_attn = MultiscaleAttention(d_model, nhead, dropout, bias, **options)  # type: ignore[assignment]
 
     def forward(  # type: ignore[override]

@@ -115,13 +115,15 @@ class LanguageOptions:
         steps: Number of steps of --batch-tokens tokens each; 0 to train for --epochs.
         evaluate_every: Number of steps between validations; 0 for ten validations in total.
         tree: Boundaries of families: windows (fixed numbers of tokens) or text (also sentences, paragraphs and chapters).
-        branching: Members per family of the tree, from the leaves up; the last number repeats.
-        sinks: Number of first tokens that every token attends to exactly.
+        branching: Members per family of the tree, from the leaves up; the last number repeats. For clustered: keys per
+            group, groups per node, nodes per chunk. 8 8 4 by default for clustered, 32 4 for multiscale.
+        sinks: For multiscale: number of first tokens that every token attends to exactly.
         positions: Position encoding: rope, tree (positions in the families of the tree) or both.
         kv_heads: Number of key and value heads; the number of heads by default.
         feed_forward: Inner width of the feed-forward networks; 8/3 of the width by default.
-        chunk: Number of tokens whose keys are clustered together (clustered only).
-        group: Number of keys per group (clustered only).
+        threshold: For clustered: share of a token's attention from which it reads a group of keys exactly; smaller is more
+            exact. 1/256 by default, unless --top-k is set.
+        tile: For clustered: number of consecutive tokens that open groups together. At most the keys of a chunk.
         max_length: Maximum number of tokens the model will ever read; no limit by default.
         init_from: Folder of a run on the same text to take the initial weights from, for example to continue with longer
             blocks.
@@ -131,13 +133,13 @@ class LanguageOptions:
     steps: int = 0
     evaluate_every: int = 0
     tree: Literal["windows", "text"] = "windows"
-    branching: tuple[int, ...] = (32, 4)
+    branching: tuple[int, ...] = ()
     sinks: int = 0
     positions: Literal["rope", "tree", "both"] = "rope"
     kv_heads: int | None = None
     feed_forward: int | None = None
-    chunk: int = 256
-    group: int = 8
+    threshold: float | None = None
+    tile: int = 64
     max_length: int | None = None
     init_from: Path | None = None
 

@@ -13,7 +13,7 @@ from hsa.attention.cache.flat import FlatCache
 CACHES = {
     "flat": lambda: FlatCache(1, 2, 2, 8),
     "multiscale": lambda: MultiscaleCache(1, 2, 2, 8, branching=(4, 4)),
-    "clustered": lambda: ClusteredCache(1, 2, 2, 8, branching=(4, 2), chunk=8, top_k=2),
+    "clustered": lambda: ClusteredCache(1, 2, 2, 8, branching=(4, 2, 1), tile=4, top_k=2),
     "tied": lambda: TiedCache(2, (4, 4)),
 }
 

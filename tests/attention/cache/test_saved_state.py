@@ -14,7 +14,7 @@ from hsa.errors import InvalidInput
 MAKE = {
     "flat": lambda: FlatCache(2, 2, 3, 5, value_dim=7, max_length=50),
     "multiscale": lambda: MultiscaleCache(2, 2, 3, 5, value_dim=7, branching=(3, 2), max_length=50),
-    "clustered": lambda: ClusteredCache(2, 2, 3, 5, value_dim=7, branching=(2, 2), chunk=8, sinks=1, max_length=50),
+    "clustered": lambda: ClusteredCache(2, 2, 3, 5, value_dim=7, branching=(2, 2, 2), tile=4, max_length=50),
     "tied": lambda: TiedCache(2, (3, 2), layers=2, sinks=1),
 }
 

@@ -14,7 +14,7 @@ from hsa.errors import InvalidInput
 from hsa.huggingface import convert, settings_of
 from hsa.huggingface.conversion import convert_as
 from hsa.huggingface.fidelity import calibrate as calibration
-from hsa.huggingface.fidelity.calibrate import CANDIDATES, Budget, calibrate, trace_hull
+from hsa.huggingface.fidelity.calibrate import CANDIDATES, CAUSAL_CANDIDATES, Budget, calibrate, trace_hull
 from hsa.huggingface.fidelity.judge import Judge
 from tests.huggingface.fidelity.small import (
     CHEAP,
@@ -295,4 +295,7 @@ def test_watch_is_called_at_the_end_of_each_stage(model, judge):
 
 
 def test_candidates_differ():
-    assert len(set(CANDIDATES)) == len(CANDIDATES)
+    for candidates, causal in ((CANDIDATES, False), (CAUSAL_CANDIDATES, True)):
+        assert len(set(candidates)) == len(candidates)
+        for candidate in candidates:
+            candidate.check(0, causal=causal)

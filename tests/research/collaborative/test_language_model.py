@@ -25,7 +25,7 @@ def trained(**changes):
 
 @pytest.mark.parametrize("attention", ["flat", "multiscale", "clustered"])
 def test_all_channels_change_nothing(attention):
-    model = trained(attention=attention)
+    model = trained(attention=attention, branching=(8, 8, 4))
     shared = copy.deepcopy(model)
     report = collaborate(shared, 24)
     tokens = torch.randint(19, (31,))

@@ -34,7 +34,7 @@ ATTENTIONS = {
 CAUSAL = {
     "flat": CausalFlat,
     "hierarchical": lambda: CausalMultiscale(HEADS),
-    "clustered": lambda top_k=1: CausalClustered(HEADS, chunk=4, top_k=top_k),
+    "clustered": lambda top_k=1: CausalClustered(HEADS, branching=(2, 2, 1), tile=2, top_k=top_k),
 }
 SELECTING = ("multiscale top_k", "clustered")  # each head has its own selection
 NOT_PAIRS = ("none", "trilinear", "hierarchical-trilinear")  # do not compare one query with one key
@@ -56,7 +56,7 @@ TREE = Hierarchy.from_nested(NESTED)
 CAUSAL_TREES = {
     "flat": Hierarchy.flat(LENGTHS),
     "hierarchical": causal_tree(LENGTHS, (3, 2), sinks=1),
-    "clustered": causal_tree(LENGTHS, (2, 2)),
+    "clustered": Hierarchy.flat(LENGTHS),
 }
 
 

@@ -44,8 +44,9 @@ CASES = [(f, a) for f in FUSIONS for a in ATTENTIONS if (f, a) != ("talking", "c
 
 
 def config(fusion, attention, /, **changes):
-    sizes = {"width": 30, "heads": 3, "layers": 2, "feed_forward": 11, "branching": (3, 2), "fusion": fusion}
-    result = {"chunk": 8, "group": 2, "top_k": 2}
+    sizes = {"width": 30, "heads": 3, "layers": 2, "feed_forward": 11, "fusion": fusion}
+    clustered = {"branching": (2, 2, 2), "tile": 4, "top_k": 2}
+    result = clustered if attention == "clustered" else {"branching": (3, 2)}
     shared = {"shared_dim": 20} if fusion == "collaborative" else {}
     return LanguageModelConfig(TOKENS, **{**sizes, **result, **shared, **ATTENTIONS[attention], **changes})
 
@@ -329,7 +330,7 @@ def test_fusions_that_do_not_fit_a_model():
     with pytest.raises(InvalidInput, match=own):
         language_model("talking", "clustered")
     with pytest.raises(InvalidInput, match=own):
-        language_model("talking", "mixed", attention=("flat", "clustered"))
+        language_model("talking", "mixed", attention=("flat", "clustered"), branching=None)
     with pytest.raises(InvalidInput, match=own):
         Seq2Seq(seq2seq_config("talking", top_k=1))
     for kind, changes in (("clustered", {}), ("multiscale", {"top_k": 1})):

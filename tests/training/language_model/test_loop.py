@@ -44,7 +44,8 @@ class Watcher:
 
 @pytest.mark.parametrize("attention", ["flat", "multiscale", "clustered"])
 def test_training_reduces_the_loss(attention):
-    config = replace(CONFIG, attention=attention, dropout=0.0, chunk=16)
+    groups = {"branching": (2, 2, 2), "tile": 4} if attention == "clustered" else {}
+    config = replace(CONFIG, attention=attention, dropout=0.0, **groups)
     result = train(config, language=replace(LANGUAGE, steps=40))
     assert [r.step for r in result.history] == [5, 10, 15, 20, 25, 30, 35, 40]
     losses = [r.validation_loss for r in result.history]

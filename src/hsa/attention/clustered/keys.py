@@ -36,6 +36,11 @@ class ClusteredKeys:
         order: `[kv_heads, keys]` index in its chunk of the key at every row; None if keys are in their own order.
         chunks: Number of complete chunks of every sequence.
         shape: Sizes of the trees.
+
+    >>> from hsa import cluster
+    >>> keys = cluster(torch.randn(600, 2, 16), torch.randn(600, 2, 16), [600])  # 2 complete chunks of 256 keys
+    >>> keys.k.shape, keys.spread.shape
+    (torch.Size([2, 586, 16]), torch.Size([2, 64, 16]))
     """
 
     k: Tensor
@@ -55,18 +60,23 @@ class ClusteredKeys:
         return f"ClusteredKeys({self.num_chunks:,} chunks of {self.shape.chunk} keys, {len(self.k)} heads, {kind})"
 
 
-def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> ClusteredKeys:
-    """Return the clustered keys of packed k `[keys, kv_heads, dim]` and v. Gradients flow to the tables."""
+def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool, order: Tensor | None = None) -> ClusteredKeys:
+    """Return the clustered keys of packed k `[keys, kv_heads, dim]` and v. Gradients flow to the tables.
+
+    Args:
+        order: `ClusteredKeys.order`, if it is known.
+    """
     keys, values = chunks_of(k, layout), chunks_of(v, layout)  # [kv_heads, chunks, keys, dim]
-    order = None
     if not windows:
-        order = cluster_order(keys, layout.shape)
-        keys, values = take(keys, order), take(values, order)
+        if order is None:
+            order = cluster_order(keys, layout.shape).flatten(1)
+        by_chunk = order.unflatten(1, (layout.num_chunks, layout.shape.chunk))
+        keys, values = take(keys, by_chunk), take(values, by_chunk)
     return ClusteredKeys(
         k=table_of(keys, layout.shape),
         v=table_of(values, layout.shape),
         spread=spreads_of(keys, layout.shape).flatten(1, 2),
-        order=None if order is None else order.flatten(1),
+        order=order,
         chunks=tuple(int(n) for n in layout.chunks[1:] - layout.chunks[:-1]),
         shape=layout.shape,
     )

@@ -98,7 +98,7 @@ def _power_of_2(name: str, value: Any, least: int, most: int) -> int:
     expected = f"a power of two from {least} to {most}"
     number = check_count(name, value, expected, least)
     if number > most or number & (number - 1):
-        raise InvalidInput(name, expected=expected, got=number)
+        raise InvalidInput(name, expected=expected, got=value)
     return number
 
 
@@ -205,8 +205,8 @@ def _rows_of_chunks(layout: Layout, device: torch.device) -> Tensor:
 def _slabs(layout: Layout, device: torch.device, most: int | None) -> list[Slab]:
     order = np.argsort(-layout.tile_chunks, kind="stable")
     rows, visible = layout.tile_row, layout.tile_chunks
-    columns = [rows[:-1], np.diff(rows), layout.tile_chunk, visible, layout.tile_exact, layout.tile_end]
-    columns = np.stack([*columns, layout.tile_offset[:-1], np.zeros_like(visible)], 1)[order]
+    parts = [rows[:-1], np.diff(rows), layout.tile_chunk, visible, layout.tile_exact, layout.tile_end]
+    columns = np.stack([*parts, layout.tile_offset[:-1], np.zeros_like(visible)], 1)[order]
     cuts, held = [0], 0
     for i, chunks in enumerate(columns[:, 3]):
         if most is not None and held and held + chunks > most:
@@ -240,10 +240,13 @@ def layout_of(
 
 
 def _lengths(name: str, values: Any, most: tuple[int, ...] | None, count: int | None = None) -> tuple[int, ...]:
-    numbers = tuple(int(n) for n in integers(name, values).reshape(-1))
+    array = integers(name, values)
+    if array.ndim != 1:
+        raise InvalidInput(name, expected="a list or vector of numbers, one per sequence", got=repr(values))
+    numbers = tuple(array.tolist())
     least = 1 if count is None else 0
     if count is not None and len(numbers) != count:
-        raise InvalidInput(name, expected=f"{count} numbers, one per sequence", got=f"{len(numbers)}")
+        raise InvalidInput(name, expected=f"one number per sequence, {count} in all", got=f"{len(numbers)} numbers")
     for i, n in enumerate(numbers):
         if n < least or (most is not None and n > most[i]):
             limit = "" if most is None else f" to {most[i]}, the keys of the sequence"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hsa.attention.call import needs_gradient
 from hsa.attention.checks import (
     Rows,
     check_all_finite,
@@ -26,8 +28,8 @@ from hsa.attention.clustered.call import ClusteredCall, SelectCall
 from hsa.attention.clustered.keys import ClusteredKeys, build_keys, check_keys
 from hsa.attention.clustered.layout import BRANCHING, TILE, Layout, Shape, layout_of
 from hsa.attention.clustered.selection import TileSelection
-from hsa.attention.clustered.why_not import why_not_triton, why_not_triton_select
-from hsa.attention.dispatch import Backend, choose
+from hsa.attention.clustered.why_not import why_not_shape, why_not_triton, why_not_triton_select
+from hsa.attention.dispatch import Backend, choose, connected
 from hsa.attention.kernels import available
 from hsa.attention.multiscale.operator import per_head
 from hsa.errors import InvalidInput
@@ -93,13 +95,18 @@ def cluster(
     ClusteredKeys(2 chunks of 256 keys, 2 heads, clusters)
     """
     layout = layout_of(lengths, shape=Shape.of(branching, 1, causal=False), causal=False)
-    _check(None, k, v, layout)
+    _check({"k": k, "v": v}, layout)
     with without_autocast(k):
         return _build(k, v, layout, windows)
 
 
 def _build(k: Tensor, v: Tensor, layout: Layout, windows: bool) -> ClusteredKeys:
-    return build_keys(k, v, layout, windows=windows)
+    if needs_gradient(k, v) or available.why_not(k, v, "auto") or why_not_shape(layout.shape):
+        return build_keys(k, v, layout, windows=windows)
+    from hsa.attention.clustered.triton.cluster import build_keys as build_by_kernel
+
+    with available.device_of(k):
+        return build_by_kernel(k, v, layout, windows=windows)
 
 
 @torch.no_grad()
@@ -115,7 +122,7 @@ def select_groups(
     causal: bool = False,
     threshold: float | None = None,
     top_k: int | None = None,
-    spread: float = 1.0,
+    spread: float | None = None,
     share_lists: bool = False,
     opened: Tensor | None = None,
     tile: int = TILE,
@@ -131,11 +138,12 @@ def select_groups(
     >>> select_groups(q, k, keys, [600], causal=True, top_k=2).tile(9).shape  # the last tile: 2 heads, 64 groups
     torch.Size([1, 2, 64])
     """
-    check_type("keys", keys, ClusteredKeys, "Use hsa.cluster(k, v, lengths)")
+    _check_are_keys(keys)
+    _check_causal(causal)
     layout = layout_of(
         lengths, query_lengths, recent, shape=Shape.of(keys.shape.branching, tile, causal=causal), causal=causal
     )
-    _check(q, k, None, layout)
+    _check({"q": q, "k": k}, layout)
     check_keys(keys, layout, k, None)
     threshold, top_k, spread = check_rule(threshold, top_k, spread)
     lists = _number_of_lists(q, k, share_lists)
@@ -148,12 +156,13 @@ def select_groups(
         top_k=top_k,
         spread=spread,
         lists=lists,
-        opened=_check_opened(opened, layout, lists),
+        opened=_check_opened(opened, layout, lists, q),
         scale=scale_or_default(scale, q),
         backend=backend,
     )
     with without_autocast(q):
-        return choose("select_groups", SELECT, backend, call).run(call)
+        selection = choose("select_groups", SELECT, backend, call).run(call)
+    return replace(selection, keys=keys, before=call.opened)
 
 
 @overload
@@ -175,10 +184,10 @@ def clustered_attention(  # type: ignore[misc]
     causal: bool = False,
     threshold: float | None = None,
     top_k: int | None = None,
-    spread: float = 1.0,
+    spread: float | None = None,
     share_lists: bool = False,
     windows: bool = False,
-    branching: Sequence[int] = BRANCHING,
+    branching: Sequence[int] | None = None,
     tile: int = TILE,
     keys: ClusteredKeys | None = None,
     opened: Tensor | None = None,
@@ -215,10 +224,10 @@ def clustered_attention(  # type: ignore[misc]
         causal: Whether queries see nothing later than themselves.
         threshold: Share of a query's attention from which it wants a group; smaller is more exact. 1/256 by default.
         top_k: Number of groups that each query wants, the best ones, in place of `threshold`.
-        spread: Weight of the spread of a group's keys in its estimate.
+        spread: Weight of the spread of a group's keys in its estimate, 1 by default.
         share_lists: Whether the query heads of a key/value head open groups together.
         windows: Whether groups are windows of consecutive keys instead of clusters.
-        branching: Keys per group, groups per node, nodes per chunk: powers of two.
+        branching: Keys per group, groups per node, nodes per chunk: powers of two. (8, 8, 4) by default.
         tile: Number of consecutive queries per tile: a power of two.
         keys: Result of `cluster` for these keys, to use it several times.
         opened: `TileSelection.opened()` of the preceding queries, if the first query is not the first of its tile.
@@ -241,24 +250,33 @@ def clustered_attention(  # type: ignore[misc]
     >>> clustered_attention(q[:8], k, v, query_lengths=[8]).shape  # eight other queries
     torch.Size([8, 2, 16])
     """
-    lengths = [len(k)] if lengths is None else lengths
-    if keys is not None:
-        check_type("keys", keys, ClusteredKeys, "Use hsa.cluster(k, v, lengths)")
-        branching = keys.shape.branching
+    _check_causal(causal)
+    if selection is not None:
+        check_type("selection", selection, TileSelection, "Use hsa.select_groups(q, k, keys, lengths, …)")
+        branching = selection.layout.shape.branching if keys is None and branching is None else branching
+    if lengths is None:
+        if not isinstance(k, Tensor) or k.ndim == 0:
+            raise InvalidInput("k", expected="a tensor [keys, heads, head_dim]", got=type(k).__name__)
+        lengths = [len(k)]
+    branching = _branching(branching, keys, windows)
     layout = layout_of(lengths, query_lengths, recent, shape=Shape.of(branching, tile, causal=causal), causal=causal)
-    _check(q, k, v, layout)
+    if keys is None and layout.recent != layout.lengths:
+        raise InvalidInput(
+            "recent", expected="None without `keys`", got="other lengths", fix="Pass keys=hsa.cluster(…)"
+        )
+    _check({"q": q, "k": k, "v": v}, layout)
     if keys is not None:
         check_keys(keys, layout, k, v)
-    elif recent is not None and layout.recent != layout.lengths:
-        raise InvalidInput(
-            "recent", expected="None without `keys`", got="a number of keys", fix="Pass keys=hsa.cluster(…)"
-        )
     lists = _number_of_lists(q, k, share_lists)
     if selection is None:
         threshold, top_k, spread = check_rule(threshold, top_k, spread)
-        opened = _check_opened(opened, layout, lists)
+        opened = _check_opened(opened, layout, lists, q)
     else:
-        _check_selection(selection, layout, q, k, threshold=threshold, top_k=top_k, opened=opened)
+        others = {"threshold": threshold, "top_k": top_k, "spread": spread, "opened": opened}
+        _check_selection(selection, layout, q, k, keys, **others, share_lists=share_lists or None)
+        spread = 1.0
+        if keys is None and selection.keys is not None:  # the same groups, of these keys and values
+            keys = build_keys(k, v, layout, windows=selection.keys.order is None, order=selection.keys.order)
     check_dropout(dropout_p)
     call = ClusteredCall(
         q=q,
@@ -280,27 +298,54 @@ def clustered_attention(  # type: ignore[misc]
     )
     with without_autocast(q):
         out, lse = choose("clustered_attention", ATTEND, backend, call).run(call)
+    out = out if out.numel() else connected(out, call)
     return (out, lse) if return_lse else out
 
 
-def _check(q: Tensor | None, k: Tensor, v: Tensor | None, layout: Layout) -> None:
+def _check(tensors: dict[str, Any], layout: Layout) -> None:
     packed = "sequences one after another, without padding"
-    queries = Rows(layout.num_queries, "the number of queries", f"Pass one row per query, {packed}")
-    rows = Rows(sum(layout.recent), "the sum of the lengths", f"Pass one row per key, {packed}")
-    tensors = {name: x for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
+    queries = Rows(layout.num_queries, "the number of queries", f"Pass one row per query, {packed}", "queries")
+    rows = Rows(sum(layout.recent), "the sum of the lengths", f"Pass one row per key, {packed}", "keys")
     check_packed(tensors, {name: queries if name == "q" else rows for name in tensors})
     check_same_device(tensors)
     check_all_finite(tensors)
+
+
+def _check_are_keys(keys: Any) -> None:
+    if not isinstance(keys, ClusteredKeys):
+        fix = "Use hsa.cluster(k, v, lengths)"
+        raise InvalidInput("keys", expected="an hsa.ClusteredKeys", got=type(keys).__name__, fix=fix)
+
+
+def _check_causal(causal: Any) -> None:
+    if not isinstance(causal, bool):
+        raise InvalidInput("causal", expected="True or False", got=repr(causal))
+
+
+def _branching(branching: Any, keys: Any, windows: bool) -> Any:
+    """Return the branching: that of the keys if there are any."""
+    if keys is None:
+        return BRANCHING if branching is None else branching
+    _check_are_keys(keys)
+    if branching is not None and branching != keys.shape.branching:
+        expected = f"{keys.shape.branching}, as the keys, or None"
+        raise InvalidInput("branching", expected=expected, got=repr(branching))
+    if windows and keys.order is not None:
+        raise InvalidInput("windows", expected="False, as the keys are clustered", got="True")
+    return keys.shape.branching
 
 
 def _number_of_lists(q: Tensor, k: Tensor, share_lists: bool) -> int:
     return k.shape[1] if share_lists else q.shape[1]
 
 
-def check_rule(threshold: float | None, top_k: int | None, spread: float) -> tuple[float | None, int | None, float]:
+def check_rule(
+    threshold: float | None, top_k: int | None, spread: float | None
+) -> tuple[float | None, int | None, float]:
     """Check how queries want groups, and fill in the default."""
     if threshold is not None and top_k is not None:
         raise InvalidInput("top_k", expected="None with a threshold", got=repr(top_k), fix="Pass one of the two")
+    spread = 1.0 if spread is None else spread
     if isinstance(spread, bool) or not isinstance(spread, (int, float)) or not 0 <= spread < math.inf:
         raise InvalidInput("spread", expected="a number of 0 or more", got=repr(spread))
     if top_k is not None:
@@ -321,7 +366,7 @@ def check_threshold(threshold: Any) -> float:
     return float(threshold)
 
 
-def _check_opened(opened: Any, layout: Layout, lists: int) -> Tensor | None:
+def _check_opened(opened: Any, layout: Layout, lists: int, q: Tensor) -> Tensor | None:
     cut = [s for s in range(len(layout.lengths)) if layout.is_cut(s)]
     if opened is None:
         for s in cut:
@@ -334,17 +379,22 @@ def _check_opened(opened: Any, layout: Layout, lists: int) -> Tensor | None:
                     fix="Pass opened=selection.opened() of the preceding queries, or begin with the first query of a tile",
                 )
         return None
-    wanted = f"a boolean tensor [{len(layout.lengths)} sequences, {lists} lists, groups]"
+    groups = max((int(layout.tile_chunks[layout.first_tiles[s]]) for s in cut), default=0) * layout.shape.groups
+    wanted = (
+        f"a boolean tensor [sequences, lists, groups] of at least {(len(layout.lengths), lists, groups)} on {q.device}"
+    )
     if not isinstance(opened, Tensor) or opened.dtype != torch.bool or opened.ndim != 3:
         got = type(opened).__name__ if not isinstance(opened, Tensor) else f"{opened.dtype} of {tuple(opened.shape)}"
         raise InvalidInput("opened", expected=wanted, got=got, fix="Use TileSelection.opened()")
-    if opened.shape[:2] != (len(layout.lengths), lists):
-        raise InvalidInput("opened", expected=wanted, got=f"shape {tuple(opened.shape)}")
+    fits = opened.shape[:2] == (len(layout.lengths), lists) and opened.shape[2] >= groups
+    if not fits or opened.device != q.device:
+        raise InvalidInput("opened", expected=wanted, got=f"shape {tuple(opened.shape)} on {opened.device}")
     return opened
 
 
-def _check_selection(selection: Any, layout: Layout, q: Tensor, k: Tensor, **others: Any) -> None:
-    check_type("selection", selection, TileSelection, "Use hsa.select_groups(q, k, keys, lengths, …)")
+def _check_selection(
+    selection: TileSelection, layout: Layout, q: Tensor, k: Tensor, keys: ClusteredKeys | None, **others: Any
+) -> None:
     for name, value in others.items():
         if value is not None:
             fix = f"Pass {name} to hsa.select_groups, or leave selection out"
@@ -361,6 +411,8 @@ def _check_selection(selection: Any, layout: Layout, q: Tensor, k: Tensor, **oth
         raise InvalidInput(
             "selection", expected="one made for these sequences and tiles", got="one for others", fix=fix
         )
+    if selection.keys is not None and keys is not None and selection.keys.order is not keys.order:
+        raise InvalidInput("selection", expected="one made with these keys", got="one made with others", fix=fix)
     if selection.lists not in (q.shape[1], k.shape[1]):
         raise InvalidInput(
             "selection", expected=f"{q.shape[1]} or {k.shape[1]} lists per tile", got=selection.lists, fix=fix

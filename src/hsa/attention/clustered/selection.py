@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hsa.attention.clustered.keys import ClusteredKeys
 from hsa.attention.clustered.layout import Layout
 
 NEVER = 255
@@ -34,11 +35,21 @@ class TileSelection:
             per query head, or per key/value head), then group by group of the visible chunks.
         layout: Tiles and chunks.
         lists: Number of lists per tile.
+        keys: Keys whose groups they are; None if it was made by hand.
+        before: `opened` of the queries before these ones.
+
+    >>> from hsa import cluster, select_groups
+    >>> q, k, v = torch.randn(3, 600, 2, 16).unbind(0)
+    >>> selection = select_groups(q, k, cluster(k, v, [600]), [600], causal=True, threshold=1e-30)
+    >>> selection
+    TileSelection(10 tiles, 2 lists each, 100.0% of the groups open)
     """
 
     first: Tensor
     layout: Layout
     lists: int
+    keys: ClusteredKeys | None = None
+    before: Tensor | None = None
 
     def __repr__(self) -> str:
         share = float((self.first != NEVER).float().mean()) if len(self.first) else 0.0

@@ -5,10 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from hsa.attention.clustered.call import ClusteredCall, SelectCall
+from hsa.attention.clustered.layout import Shape
 from hsa.attention.kernels import available
 
-MOST_GROUPS = 2**23
-"""Maximum number of rows of the tables that the entries of a list can name."""
+MOST_ROWS = 2**23
+"""Maximum number of rows of a table: entries of lists name them in 23 bits."""
+MOST_KEPT = 128
+"""Maximum of `top_k`: a program keeps that many estimates per query."""
 
 
 def why_not_triton(call: ClusteredCall) -> list[str]:
@@ -32,8 +35,18 @@ def _why_not(q: Tensor, v: Tensor, call: ClusteredCall | SelectCall) -> list[str
     shape, reasons = call.layout.shape, available.why_not(q, v, call.backend)
     if call.scale <= 0:
         reasons.append(f"the scale must be positive, not {call.scale}")
+    rows = call.layout.num_chunks * sum(shape.rows)
+    if rows > MOST_ROWS:
+        reasons.append(f"all chunks have {rows:,} rows, more than {MOST_ROWS:,}")
+    if (call.top_k or 0) > MOST_KEPT:
+        reasons.append(f"top_k={call.top_k} is more than {MOST_KEPT}")
     if shape.tile < 16:
         reasons.append(f"tiles must have at least 16 queries, not {shape.tile}")
-    if shape.branching[:2] != (8, 8) or shape.branching[2] > 8:
-        reasons.append(f"branching must be (8, 8, 1 to 8), not {shape.branching}")
-    return reasons
+    return reasons + why_not_shape(shape)
+
+
+def why_not_shape(shape: Shape) -> list[str]:
+    """Return the reasons why the kernels do not support these trees."""
+    if shape.branching[:2] == (8, 8) and shape.branching[2] <= 8:
+        return []
+    return [f"branching must be (8, 8, 1 to 8), not {shape.branching}"]

@@ -78,3 +78,18 @@ def capability(device: torch.device) -> tuple[int, int]:
     if device not in _capabilities:
         _capabilities[device] = torch.cuda.get_device_capability(device)
     return _capabilities[device]
+
+
+SHARED_MEMORY = 99 * 2**10
+"""Shared memory of a block, in bytes, where it is not known: that of Ampere and Ada cards."""
+_shared_memory: dict[torch.device, int] = {}
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return the shared memory that a block of threads may use, in bytes."""
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    if device not in _shared_memory:
+        properties = torch.cuda.get_device_properties(device)
+        _shared_memory[device] = getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY)
+    return _shared_memory[device]

@@ -20,7 +20,7 @@ from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.huggingface.conversion import convert_as, revert
 from hsa.huggingface.fidelity.judge import Answers, Judge
-from hsa.huggingface.layers import attention_layers, why_not_convert
+from hsa.huggingface.layers import attention_layers, is_causal, why_not_convert
 from hsa.huggingface.observe import probing
 from hsa.huggingface.settings import LayerSettings
 from hsa.plain_values import check_fields
@@ -38,7 +38,12 @@ CANDIDATES: tuple[LayerSettings, ...] = (
     LayerSettings(branching=(8, 2), top_k=12),
     LayerSettings(branching=(8, 2), top_k=16),
 )
-"""Settings to try in each layer."""
+"""Settings to try in each layer of an encoder."""
+CAUSAL_CANDIDATES: tuple[LayerSettings, ...] = (
+    LayerSettings(kind="multiscale", branching=(16, 2), near=1),
+    *(LayerSettings(threshold=1 / 2**i) for i in range(4, 11)),
+)
+"""Settings to try in each causal layer."""
 BIASES = (-1.0, -0.5, 0.0, 0.5)
 """Biases of pooled nodes to try in each head."""
 POINTS = 10
@@ -118,7 +123,7 @@ def calibrate(
     judge: Judge,
     budget: str | Budget,
     *,
-    candidates: Sequence[LayerSettings] = CANDIDATES,
+    candidates: Sequence[LayerSettings] | None = None,
     every_layer: bool = False,
     tokenizer: Any = None,
     folder: Path | None = None,
@@ -134,7 +139,7 @@ def calibrate(
         budget: "ops 10x" selects the most faithful settings with at most a tenth of the operations. "accuracy -0.5" selects
             the cheapest settings that lose at most half a point; likewise "kept 98%" (of the answers), "cosine 0.985",
             "spearman -0.5" and "perplexity +1%".
-        candidates: Settings to try in each layer.
+        candidates: Settings to try in each layer. Default: `CANDIDATES`, or `CAUSAL_CANDIDATES` for a decoder.
         every_layer: Whether to convert every layer.
         tokenizer: Tokenizer of the model, if a candidate needs it.
         folder: Folder for measurements, from which an interrupted search resumes.
@@ -176,7 +181,7 @@ class _Search:
         self,
         model: Any,
         judge: Judge,
-        candidates: Sequence[LayerSettings],
+        candidates: Sequence[LayerSettings] | None,
         tokenizer: Any,
         folder: Path | None,
         watch: Callable[[str, int, int], None],
@@ -184,10 +189,13 @@ class _Search:
         revert(model)
         self.model = model
         self.judge = judge
+        modules = attention_layers(model)
+        if candidates is None:
+            candidates = CAUSAL_CANDIDATES if any(map(is_causal, modules)) else CANDIDATES
         self.candidates = tuple(candidates)
         self.tokenizer = tokenizer
         self.watch = watch
-        self.layers = [n for n, module in enumerate(attention_layers(model)) if why_not_convert(module) is None]
+        self.layers = [n for n, module in enumerate(modules) if why_not_convert(module) is None]
         self.before: Answers = judge.ask(model)
         self.original = judge.scores(self.before)
         self.known_metrics = [*self.original, *judge.compare(self.before, self.before)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from hsa.analysis.tables import markdown_table
 from hsa.files import write_json, write_text
-from hsa.huggingface.fidelity.calibrate import CANDIDATES, Calibration
+from hsa.huggingface.fidelity.calibrate import Calibration
 from hsa.huggingface.fidelity.judge import Answers, Judge
 from hsa.huggingface.fidelity.plots import PARTS, plot_frontier, plot_operations, plot_sensitivity, plot_timing
 from hsa.huggingface.fidelity.timing import Timed
@@ -181,19 +181,24 @@ def frontier_header(points: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def describe(settings: LayerSettings) -> str:
-    """Return a short description of settings.
+    """Return a short description of settings, without those left at their defaults.
 
-    >>> describe(LayerSettings(top_k=6)), describe(LayerSettings(kind="multiscale", branching=(16, 2), near=1, top_k=0))
-    ('clustered (8, 2), top_k 6', 'multiscale, windows (16, 2), near 1')
+    >>> describe(LayerSettings(threshold=1 / 64)), describe(LayerSettings(kind="multiscale", branching=(16, 2), near=1))
+    ('clustered, threshold 1/64', 'multiscale, windows (16, 2), near 1')
     """
     tree = f", {'trees from a function' if callable(settings.tree) else settings.tree}" if settings.tree else ""
-    words = [f"{settings.kind}{tree} {settings.branching}"]
+    words = [f"{settings.kind}{tree}" + (f" {settings.branching}" if settings.branching else "")]
     if settings.kind == "hierarchical":
         return words[0]
     words += [f"near {settings.near}"] if settings.near else []
-    words += [f"top_k {settings.top_k}"] if settings.top_k else []
+    words += [f"threshold {_share(settings.threshold)}"] if settings.threshold is not None else []
+    words += [f"top_k {settings.top_k}"] if settings.top_k is not None else []
     biased = any(settings.pooled_bias) if isinstance(settings.pooled_bias, tuple) else settings.pooled_bias
     return ", ".join([*words, "biased"] if biased else words)
+
+
+def _share(threshold: float) -> str:
+    return f"1/{round(1 / threshold)}" if 1 / round(1 / threshold) == threshold else f"{threshold:g}"
 
 
 def write_report(folder: Path, report: Report) -> list[Path]:
@@ -210,11 +215,13 @@ def write_report(folder: Path, report: Report) -> list[Path]:
         metric = next(name for name in list_frontier_metrics(search.frontier) if name != "distance")
         pictures.append(folder / "frontier.png")
         plot_frontier(pictures[-1], search.frontier, metric, report.original.get(metric), f"Budget {report.budget}")
-        candidates = [candidate.to_json() for candidate in CANDIDATES]
-        if all(row["settings"] in candidates for row in search.sensitivities):
-            pictures.append(folder / "sensitivity.png")
-            rows = [{**row, "candidate": candidates.index(row["settings"])} for row in search.sensitivities]
-            plot_sensitivity(pictures[-1], rows, [describe(c) for c in CANDIDATES], "One layer converted at a time")
+        candidates: list[Any] = []
+        for row in search.sensitivities:
+            candidates += [row["settings"]] if row["settings"] not in candidates else []
+        rows = [{**row, "candidate": candidates.index(row["settings"])} for row in search.sensitivities]
+        names = [describe(LayerSettings.from_json("candidate", candidate)) for candidate in candidates]
+        pictures.append(folder / "sensitivity.png")
+        plot_sensitivity(pictures[-1], rows, names, "One layer converted at a time")
     write_json(folder / "report.json", _as_json(report))
     write_text(folder / "report.md", "\n".join([*_markdown(report), *(f"![{p.stem}]({p.name})" for p in pictures), ""]))
     return pictures

@@ -186,9 +186,10 @@ class Sweep:
         row["ops ratio, converted layers"] = exact / sum(f.total for f in converted.values())
         row["attention ratio, converted layers"] = exact / sum(f.attention for f in converted.values())
         row["ops ratio, all layers"] = counted.ratio
-        settings = LayerSettings(**variant.settings)
+        settings = LayerSettings(**variant.settings).resolved(causal=False)
         if (settings.kind, settings.tree) == ("hierarchical", "windows"):
             width, heads, n = config.hidden_size, config.num_attention_heads, round(length)
+            assert settings.branching is not None
             row["padded MFLOP per layer"] = flops_regular(n, settings.branching, width, heads) / 1e6
             row["flat MFLOP per layer"] = flops_flat(n, width, heads) / 1e6
         return row

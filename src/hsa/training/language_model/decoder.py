@@ -15,8 +15,9 @@ from hsa.training.options import LanguageOptions
 def decoder_sizes(options: ModelOptions, language: LanguageOptions) -> dict[str, Any]:
     """Return the options that all decoders share, as arguments of `LanguageModelConfig`."""
     names = ("width", "heads", "dropout", "near", "fusion", "shared_dim", "fusion_penalty")
-    own = ("kv_heads", "feed_forward", "branching", "sinks", "positions")
-    return {name: getattr(options, name) for name in names} | {name: getattr(language, name) for name in own}
+    own = ("kv_heads", "feed_forward", "sinks", "positions")
+    sizes = {name: getattr(options, name) for name in names} | {name: getattr(language, name) for name in own}
+    return {**sizes, "branching": language.branching or None}
 
 
 def configure(
@@ -30,9 +31,9 @@ def configure(
         data.tokenizer.get_vocab_size(),
         layers=options.layers,
         **decoder_sizes(options, language),
-        top_k=options.top_k or LanguageModelConfig.top_k,
-        chunk=language.chunk,
-        group=language.group,
+        threshold=language.threshold,
+        top_k=options.top_k or None,
+        tile=language.tile,
         closes=data.closes if language.tree == "text" else {},
         max_length=language.max_length,
         **changes,

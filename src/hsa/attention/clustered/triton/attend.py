@@ -33,7 +33,7 @@ def _accumulate(logit, values, new, top, mass, out, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _attend(
+def attend(
     q, k, v, k_table, v_table, first, upper, key_list, pooled_list, counts, tiles, bias, out, lse,
     heads, kv_heads, lists, chunks, q_row, q_head, k_row, k_head, v_row, v_head, scale,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
@@ -43,7 +43,7 @@ def _attend(
 ):  # fmt: skip
     head = tl.program_id(0) % heads
     number = tl.program_id(0) // heads
-    kv_head = head // (heads // kv_heads)
+    kv_head = (head // (heads // kv_heads)).to(tl.int64)
     listed = head // (heads // lists)
     row, count, first_chunk, visible, exact, end, offset, _ = load_tile(tiles, number)
     query = tl.arange(0, TILE)
@@ -69,8 +69,8 @@ def _attend(
         top, mass, total = _step(x, y, z, active, top, mass, total, scale, PRECISION)
 
     table = chunks * (CHUNK + GROUPS + NODES + 1)
-    k_table += kv_head.to(tl.int64) * table * DIM
-    v_table += kv_head.to(tl.int64) * table * VALUE_DIM
+    k_table += kv_head * table * DIM
+    v_table += kv_head * table * VALUE_DIM
     base = offset.to(tl.int64) * lists + listed * visible
     first += base * GROUPS
     upper += base * (NODES + 1)
@@ -87,9 +87,12 @@ def _attend(
         ahead = begin + ENTRIES + index
         following = tl.load(key_list + ahead, mask=ahead < num_keys, other=255)
         rows = ((entry >> 8) + within).to(tl.int64)[:, None]
-        y = tl.load(k_table + rows * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
+        there = ((entry & 255) < 255)[:, None]  # not padding, whose values might not be finite
+        y = tl.load(k_table + rows * DIM + column[None, :], mask=there & (column[None, :] < DIM), other=0.0)
         z = tl.load(
-            v_table + rows * VALUE_DIM + value_column[None, :], mask=value_column[None, :] < VALUE_DIM, other=0.0
+            v_table + rows * VALUE_DIM + value_column[None, :],
+            mask=there & (value_column[None, :] < VALUE_DIM),
+            other=0.0,
         )
         active = query[:, None] >= (entry & 255)[None, :]
         top, mass, total = _step(x, y, z, active, top, mass, total, scale, PRECISION)
@@ -102,7 +105,6 @@ def _attend(
     for begin in range(0, num_pooled, ENTRIES):
         entry = tl.load(pooled_list + begin + index, mask=begin + index < num_pooled, other=255)
         pooled = (entry >> 8) + within
-        is_root = pooled >= first_of_roots
         is_node = (entry >> 8 >= first_of_nodes) & (entry >> 8 < first_of_roots)
         is_group = entry >> 8 < first_of_nodes
         group = pooled - first_of_groups - first_chunk * GROUPS
@@ -114,10 +116,13 @@ def _attend(
         at = tl.where(is_node, node, visible * NODES + root)
         until += tl.load(upper + at, mask=listed_row & there, other=0).to(tl.int32)
         log_count = tl.where(is_group, LOG_GROUP, tl.where(is_node, LOG_NODE, LOG_CHUNK)) + pooled_bias
-        rows = tl.where(until > 0, pooled, first_of_groups).to(tl.int64)[:, None]
-        y = tl.load(k_table + rows * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
+        rows = pooled.to(tl.int64)[:, None]
+        listed_rows = (until > 0)[:, None]
+        y = tl.load(k_table + rows * DIM + column[None, :], mask=listed_rows & (column[None, :] < DIM), other=0.0)
         z = tl.load(
-            v_table + rows * VALUE_DIM + value_column[None, :], mask=value_column[None, :] < VALUE_DIM, other=0.0
+            v_table + rows * VALUE_DIM + value_column[None, :],
+            mask=listed_rows & (value_column[None, :] < VALUE_DIM),
+            other=0.0,
         )
         active = (query[:, None] >= (entry & 255)[None, :]) & (query[:, None] < until[None, :])
         logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + log_count[None, :]

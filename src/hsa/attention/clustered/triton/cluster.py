@@ -17,13 +17,16 @@ from torch import Tensor
 from hsa.attention.clustered.keys import ITERATIONS, ClusteredKeys, start_direction
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.kernels.available import padded
+from hsa.attention.kernels.triton.launch import Launcher, compiled_for, last_stride_1
 from hsa.tree.lasting import lasting
 
-WARPS = 8
+WIDE = 64
+"""Head dim up to which registers are limited, so that two programs fit a multiprocessor."""
 
 
 def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> ClusteredKeys:
     """Return the clustered keys of packed k `[keys, kv_heads, dim]` and v."""
+    k, v = last_stride_1(k), last_stride_1(v)
     shape, chunks, (_, heads, dim), value_dim = layout.shape, layout.num_chunks, k.shape, v.shape[2]
     rows = chunks * sum(shape.rows)
     keys = ClusteredKeys(
@@ -38,12 +41,12 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
         order = keys.spread if keys.order is None else keys.order
         scratch = order if windows else k.new_empty(2 * order.numel(), dtype=torch.int32)
         start = _start(padded(dim), k.device)
-        _cluster[(chunks * heads,)](
-            k, v, layout.rows_of_chunks(k.device), keys.k, keys.v, keys.spread, order, start, scratch, chunks, heads,
-            *k.stride()[:2], *v.stride()[:2], CHUNK=shape.chunk, GROUPS=shape.groups, NODES=shape.branching[2], DIM=dim,
-            VALUE_DIM=value_dim, D=padded(dim), DV=padded(value_dim), WINDOWS=windows, ITERATIONS=ITERATIONS,
-            num_warps=WARPS,
-        )  # fmt: skip
+        tensors = (k, v, layout.rows_of_chunks(k.device), keys.k, keys.v, keys.spread, order, start, scratch)
+        sizes = (chunks, heads, *k.stride()[:2], *v.stride()[:2])
+        constants = {"CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": dim}
+        constants |= {"VALUE_DIM": value_dim, "D": padded(dim), "DV": padded(value_dim), "WINDOWS": windows}
+        constants |= {"ITERATIONS": ITERATIONS, "num_warps": 8} | ({"maxnreg": 128} if dim <= WIDE else {})
+        _cluster(compiled_for(*tensors, *sizes), chunks * heads, (*tensors, *sizes), constants)
     return keys
 
 
@@ -90,7 +93,10 @@ def _rank(key, scratch, PARTS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _split(k, k_row, order, start, scratch, PARTS: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, ITERATIONS: tl.constexpr):  # fmt: skip
+def _split(
+    k, k_row, order, start, scratch,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, ITERATIONS: tl.constexpr,
+):  # fmt: skip
     """Split every part in two halves; the first key of the chunk stays in the first part.
 
     Args:
@@ -116,7 +122,10 @@ def _split(k, k_row, order, start, scratch, PARTS: tl.constexpr, CHUNK: tl.const
 
 
 @triton.jit
-def _pool(source, row_stride, table, number, chunk, chunks, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def _pool(
+    source, row_stride, table, number, chunk, chunks,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Store keys or values and the means of groups, nodes and chunk in a table, and return the former `[groups, keys, D]`.
 
     Args:
@@ -143,12 +152,12 @@ def _pool(source, row_stride, table, number, chunk, chunks, CHUNK: tl.constexpr,
 
 
 @triton.jit
-def _cluster(
+def cluster(
     k, v, chunk_rows, k_table, v_table, spread, order, start, scratch, chunks, heads, k_row, k_head, v_row, v_head,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) % heads
+    head = (tl.program_id(0) % heads).to(tl.int64)
     chunk = tl.program_id(0) // heads
     first = tl.load(chunk_rows + chunk).to(tl.int64)
     k += first * k_row + head * k_head
@@ -174,12 +183,12 @@ def _cluster(
         number = tl.load(scratch + slot)
         tl.store(order + head * (chunks * CHUNK) + chunk * CHUNK + slot, number.to(tl.int16))
     rows = chunks * (CHUNK + GROUPS + NODES + 1)
-    k_table += head.to(tl.int64) * rows * DIM
-    v_table += head.to(tl.int64) * rows * VALUE_DIM
+    k_table += head * rows * DIM
+    v_table += head * rows * VALUE_DIM
     x = _pool(k, k_row, k_table, number, chunk, chunks, CHUNK, GROUPS, NODES, DIM, D)
     direction, along = _principal(x.to(tl.float32), from_direction, SIZE, ITERATIONS)
     direction = direction * tl.sqrt(tl.sum(along * along, 1) / SIZE)[:, None]
-    to = spread + ((head * chunks + chunk) * GROUPS + group).to(tl.int64)[:, None] * DIM + column[None, :]
+    to = spread + ((head * chunks + chunk) * GROUPS + group)[:, None] * DIM + column[None, :]
     tl.store(to, direction.to(x.dtype), mask=column[None, :] < DIM)
     _pool(v, v_row, v_table, number, chunk, chunks, CHUNK, GROUPS, NODES, VALUE_DIM, DV)
 
@@ -187,3 +196,6 @@ def _cluster(
 @triton.constexpr_function
 def _log2(number):
     return number.bit_length() - 1
+
+
+_cluster = Launcher(cluster)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,52 +13,55 @@ from hsa.attention.clustered.call import ClusteredCall, SelectCall
 from hsa.attention.clustered.keys import ClusteredKeys
 from hsa.attention.clustered.layout import Layout, Slab
 from hsa.attention.clustered.selection import TileSelection
-from hsa.attention.clustered.triton.attend import _attend
+from hsa.attention.clustered.triton import attend as attend_kernels
+from hsa.attention.clustered.triton import select as select_kernels
 from hsa.attention.clustered.triton.cluster import build_keys
-from hsa.attention.clustered.triton.select import _first_rows, _largest, _lower, _normalizers
-from hsa.attention.kernels.available import padded
+from hsa.attention.kernels.available import padded, shared_memory
+from hsa.attention.kernels.triton.launch import Launcher, compiled_for, last_stride_1
 
 SLAB_BYTES = 2**28
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
 LOG2_E = math.log2(math.e)
-NORMALIZERS = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}
-SELECT = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}
-LOWER = {"BLOCK": 16, "num_warps": 4}
-ATTEND = {"BLOCK": 64, "ENTRIES": 16, "num_stages": 3}
-"""Sizes and options of the launches."""
+
+_normalizers = Launcher(select_kernels.normalizers)
+_largest = Launcher(select_kernels.largest)
+_first_rows = Launcher(select_kernels.first_rows)
+_lower = Launcher(select_kernels.lower)
+_attend = Launcher(attend_kernels.attend)
 
 
 def select(call: SelectCall) -> TileSelection:
     """Compute `hsa.select_groups` from checked arguments."""
+    call = replace(call, q=last_stride_1(call.q), k=last_stride_1(call.k))
     layout = call.layout
     first = call.q.new_empty(int(layout.tile_offset[-1]) * layout.shape.groups * call.lists, dtype=torch.uint8)
     if len(first):
         (slab,) = layout.slabs(call.q.device)
-        select_tiles(call, slab, first, _bounds(call, slab))
+        _select_tiles(call, slab, first, _bounds(call, slab))
         _open_again(call, first)
     return TileSelection(first, layout, call.lists)
 
 
 def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     """Compute `hsa.clustered_attention` from checked arguments: the output and its log-sum-exp `[queries, heads]`."""
+    call = replace(call, q=last_stride_1(call.q), k=last_stride_1(call.k), v=last_stride_1(call.v))
     keys = call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows)
-    q, layout = call.q, call.layout
+    q, layout, selection, selecting = call.q, call.layout, call.selection, call.select(keys)
     out = q.new_empty(*q.shape[:2], call.v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    selection = call.selection
     if selection is None and call.opened is not None:
-        selection = select(call.select(keys))
+        selection = select(selecting)
     if selection is not None:
         for slab in layout.slabs(q.device):
-            attend_tiles(call, keys, slab, selection.first, selection.lists, out, lse)
+            _attend_tiles(call, keys, slab, selection.first, selection.lists, out, lse)
         return out, lse
-    bounds, selecting = None, call.select(keys)
+    bounds = None
     for slab in layout.slabs(q.device, SLAB_BYTES // (call.lists * _bytes(layout))):
         first = q.new_empty(slab.chunks * layout.shape.groups * call.lists, dtype=torch.uint8)
         if slab.chunks:
             bounds = _bounds(selecting, slab, bounds)
-            select_tiles(selecting, slab, first, bounds)
-        attend_tiles(call, keys, slab, first, call.lists, out, lse)
+            _select_tiles(selecting, slab, first, bounds)
+        _attend_tiles(call, keys, slab, first, call.lists, out, lse)
     return out, lse
 
 
@@ -67,14 +71,10 @@ def _bytes(layout: Layout) -> int:
     return groups + nodes + 1 + 4 * (groups + nodes + 2)
 
 
-def _weighs(spread: float) -> int:
-    """Return how kernels weigh spreads: 0 for not at all, 1 for with 1, 2 for with another weight."""
-    return int(spread) if spread in (0.0, 1.0) else 2
-
-
 def _constants(layout: Layout, q: Tensor) -> dict[str, Any]:
     shape, dim = layout.shape, q.shape[2]
     return {
+        "TILE": shape.tile,
         "CHUNK": shape.chunk,
         "GROUPS": shape.groups,
         "NODES": shape.branching[2],
@@ -84,36 +84,69 @@ def _constants(layout: Layout, q: Tensor) -> dict[str, Any]:
     }
 
 
+def _sizes(q: Tensor, row_bytes: int, tile: int, rows: int) -> tuple[int, dict[str, int]]:
+    """Return the rows per step, `rows` or fewer, and the launch options, so that all stages fit the shared memory.
+
+    Args:
+        row_bytes: Bytes that a step loads per row.
+        tile: Number of queries of a program, which stay in shared memory.
+    """
+    rows = rows if q.element_size() == 2 else min(rows, 32)  # wider types take too many registers
+    left = shared_memory(q.device) - tile * padded(q.shape[2]) * q.element_size() - 2**13
+    for stages in (3, 2):
+        if rows * row_bytes * stages <= left:
+            return rows, {"num_warps": 4 if tile <= 64 else 8, "num_stages": stages}
+    return _sizes(q, row_bytes, tile, rows // 2) if rows > 16 else (16, {"num_warps": 4, "num_stages": 1})
+
+
 def _bounds(call: SelectCall, slab: Slab, bounds: Tensor | None = None) -> Tensor:
     """Return `[queries, heads]` the estimate from which each query wants a group."""
     q, k, keys, shape = call.q, call.k, call.keys, call.layout.shape
     heads, chunks = q.shape[1], call.layout.num_chunks
     bounds = q.new_empty(q.shape[:2], dtype=torch.float32) if bounds is None else bounds
-    constants, scale = _constants(call.layout, q), call.scale * LOG2_E
+    constants = _constants(call.layout, q)
     if call.threshold is not None:
-        _normalizers[(len(slab.tiles) * heads,)](
-            q, k, keys.k, slab.tiles, bounds, heads, k.shape[1], chunks, *q.stride()[:2], *k.stride()[:2], scale,
-            math.log2(call.threshold), TILE=shape.tile, CAUSAL=call.layout.causal, LOG_NODE=math.log2(shape.node),
-            LOG_GROUP=math.log2(shape.group), **constants, **NORMALIZERS,
-        )  # fmt: skip
+        tensors = (q, k, keys.k, slab.tiles, bounds)
+        sizes = (heads, k.shape[1], chunks, *q.stride()[:2], *k.stride()[:2])
+        numbers = (call.scale * LOG2_E, math.log2(call.threshold))
+        block, launch = _sizes(q, constants["D"] * q.element_size(), shape.tile, 64)
+        constants |= {"CAUSAL": call.layout.causal, "LOG_NODE": math.log2(shape.node), "BLOCK": block, **launch}
+        constants |= {"LOG_GROUP": math.log2(shape.group)}
+        arguments = (*tensors, *sizes, *numbers)
+        _normalizers(compiled_for(*tensors, *sizes), len(slab.tiles) * heads, arguments, constants)
         return bounds
-    assert call.top_k is not None
     if call.top_k == 0:
         return bounds.fill_(math.inf)
-    _largest[(len(slab.tiles) * heads,)](
-        q, keys.k, keys.spread, slab.tiles, bounds, heads, k.shape[1], chunks, *q.stride()[:2], call.spread,
-        call.top_k, TILE=shape.tile, SPREAD=_weighs(call.spread), KEPT=padded(call.top_k), **constants,
-    )  # fmt: skip
+    return _largest_estimates(call, slab, bounds)
+
+
+def _largest_estimates(call: SelectCall, slab: Slab, bounds: Tensor) -> Tensor:
+    q, keys = call.q, call.keys
+    assert call.top_k is not None
+    tensors = (q, keys.k, keys.spread, slab.tiles, bounds)
+    sizes = (q.shape[1], call.k.shape[1], call.layout.num_chunks, *q.stride()[:2], call.top_k)
+    constants = _constants(call.layout, q) | {"SPREAD": _weighs(call.spread), "KEPT": padded(call.top_k)}
+    arguments = (*tensors, *sizes, call.spread)
+    _largest(compiled_for(*tensors, *sizes), len(slab.tiles) * q.shape[1], arguments, {**constants, "num_stages": 1})
     return bounds
 
 
-def select_tiles(call: SelectCall, slab: Slab, first: Tensor, bounds: Tensor) -> None:
+def _weighs(spread: float) -> int:
+    """Return how kernels weigh spreads: 0 for not at all, 1 for with 1, 2 for with another weight."""
+    return int(spread) if spread in (0.0, 1.0) else 2
+
+
+def _select_tiles(call: SelectCall, slab: Slab, first: Tensor, bounds: Tensor) -> None:
     """Write the first query for which each group is open, for some tiles."""
     q, keys, shape = call.q, call.keys, call.layout.shape
-    _first_rows[(len(slab.tiles) * call.lists,)](
-        q, keys.k, keys.spread, slab.tiles, bounds, first, q.shape[1], call.k.shape[1], call.lists, call.layout.num_chunks,
-        *q.stride()[:2], call.spread, TILE=shape.tile, CAUSAL=call.layout.causal, SPREAD=_weighs(call.spread), **_constants(call.layout, q), **SELECT,
-    )  # fmt: skip
+    tensors = (q, keys.k, keys.spread, slab.tiles, bounds, first)
+    sizes = (q.shape[1], call.k.shape[1], call.lists, call.layout.num_chunks, *q.stride()[:2])
+    block, launch = _sizes(q, 2 * padded(q.shape[2]) * q.element_size(), shape.tile, 64)
+    constants = {**_constants(call.layout, q), "CAUSAL": call.layout.causal, "SPREAD": _weighs(call.spread)}
+    constants |= {"BLOCK": block, **launch, "num_warps": 4}
+    _first_rows(
+        compiled_for(*tensors, *sizes), len(slab.tiles) * call.lists, (*tensors, *sizes, call.spread), constants
+    )
 
 
 def _open_again(call: SelectCall, first: Tensor) -> None:
@@ -128,14 +161,8 @@ def _open_again(call: SelectCall, first: Tensor) -> None:
             opening[:, : before.shape[1]].masked_fill_(before, 0)
 
 
-def attend_tiles(
-    call: ClusteredCall,
-    keys: ClusteredKeys,
-    slab: Slab,
-    first: Tensor,
-    lists: int,
-    out: Tensor,
-    lse: Tensor,
+def _attend_tiles(
+    call: ClusteredCall, keys: ClusteredKeys, slab: Slab, first: Tensor, lists: int, out: Tensor, lse: Tensor
 ) -> None:
     """Lower a selection to lists, and attend from some tiles."""
     q, k, v, shape = call.q, call.k, call.v, call.layout.shape
@@ -144,20 +171,25 @@ def attend_tiles(
     key_list = first.new_empty(chunks * lists * shape.groups, dtype=torch.int32)
     pooled_list = first.new_empty(chunks * lists * (nodes + 2), dtype=torch.int32)
     counts = first.new_zeros(len(tiles) * lists * 2, dtype=torch.int32)
-    constants = _constants(call.layout, q)
     if chunks:
-        sizes = {name: constants[name] for name in ("CHUNK", "GROUPS", "NODES")}
-        _lower[(len(tiles) * lists,)](
-            first, tiles, upper, key_list, pooled_list, counts, lists, call.layout.num_chunks, TILE=shape.tile, **sizes, **LOWER
-        )
+        _lower_tiles(call.layout, slab, lists, (first, tiles, upper, key_list, pooled_list, counts))
     bias = call.pooled_bias
     if bias is not None:
         bias = (bias.to(torch.float32) * LOG2_E).expand(heads).contiguous()
-    _attend[(len(tiles) * heads,)](
-        q, k, v, keys.k, keys.v, first, upper, key_list, pooled_list, counts, tiles, q if bias is None else bias, out, lse,
-        heads, k.shape[1], lists, call.layout.num_chunks, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        call.scale * LOG2_E, TILE=shape.tile, VALUE_DIM=v.shape[2], DV=padded(v.shape[2]), CAUSAL=call.layout.causal,
-        BIASED=bias is not None, LOG_GROUP=math.log2(shape.group), LOG_NODE=math.log2(shape.node),
-        LOG_CHUNK=math.log2(shape.chunk), num_warps=4 if shape.tile <= 64 else 8,
-        **constants, **ATTEND,
-    )  # fmt: skip
+    lowered = (keys.k, keys.v, first, upper, key_list, pooled_list, counts, tiles)
+    tensors = (q, k, v, *lowered, lse if bias is None else bias, out, lse)
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    sizes = (heads, k.shape[1], lists, call.layout.num_chunks, *strides)
+    constants, value_dim = _constants(call.layout, q), v.shape[2]
+    rows, launch = _sizes(q, (constants["D"] + padded(value_dim)) * q.element_size(), shape.tile, 128)
+    constants |= {"VALUE_DIM": value_dim, "DV": padded(value_dim), "CAUSAL": call.layout.causal}
+    constants |= {"BIASED": bias is not None, "LOG_GROUP": math.log2(shape.group), "LOG_NODE": math.log2(shape.node)}
+    constants |= {"LOG_CHUNK": math.log2(shape.chunk), "BLOCK": min(64, rows), "ENTRIES": rows // 8, **launch}
+    arguments = (*tensors, *sizes, call.scale * LOG2_E)
+    _attend(compiled_for(*tensors, *sizes), len(tiles) * heads, arguments, constants)
+
+
+def _lower_tiles(layout: Layout, slab: Slab, lists: int, tensors: tuple[Tensor, ...]) -> None:
+    shape, sizes = layout.shape, (lists, layout.num_chunks)
+    constants = {"CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "BLOCK": 16}
+    _lower(compiled_for(*tensors, *sizes), len(slab.tiles) * lists, (*tensors, *sizes), constants)

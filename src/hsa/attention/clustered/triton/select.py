@@ -1,6 +1,6 @@
 """Kernels that select groups: a bound per query, the first query of a tile that reaches it, and lists of open rows.
 
-No matrix of scores is written: `_first_rows` keeps, per tile, list and group, one byte. `_lower` turns these bytes into
+No matrix of scores is written: `first_rows` keeps, per tile, list and group, one byte. `lower` turns these bytes into
 two lists per tile and list, in a fixed order. An entry is a run of eight rows of the tables and the first query for which
 they are active, packed into one integer:
 
@@ -19,7 +19,7 @@ from hsa.attention.clustered.triton.tiles import load_queries, load_tile
 
 
 @triton.jit
-def _normalizers(
+def normalizers(
     q, k, k_table, tiles, bounds, heads, kv_heads, chunks, q_row, q_head, k_row, k_head, scale, log_threshold,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
     D: tl.constexpr, CAUSAL: tl.constexpr, LOG_NODE: tl.constexpr, LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr,
@@ -27,7 +27,7 @@ def _normalizers(
 ):  # fmt: skip
     """Store the bound of every query: the log-sum-exp of exact keys and pooled nodes, plus the log of the threshold."""
     head = tl.program_id(0) % heads
-    kv_head = head // (heads // kv_heads)
+    kv_head = (head // (heads // kv_heads)).to(tl.int64)
     row, count, first_chunk, visible, exact, end, _, _ = load_tile(tiles, tl.program_id(0) // heads)
     if visible == 0:
         return
@@ -42,12 +42,14 @@ def _normalizers(
         key = exact + begin + tl.arange(0, BLOCK)
         there = key < last
         rows = tl.where(there, key, exact).to(tl.int64)
-        y = tl.load(k + rows[:, None] * k_row + kv_head * k_head + column[None, :], mask=column[None, :] < DIM, other=0.0)
+        y = tl.load(
+            k + rows[:, None] * k_row + kv_head * k_head + column[None, :], mask=column[None, :] < DIM, other=0.0
+        )
         logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
         limit = end + query if CAUSAL else end + 0 * query
         logit = tl.where(there[None, :] & (key[None, :] < limit[:, None]), logit, float("-inf"))
         top, mass = _add(logit, top, mass)
-    base = k_table + kv_head.to(tl.int64) * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
+    base = k_table + kv_head * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
     base += (chunks * (CHUNK + GROUPS) + first_chunk * NODES).to(tl.int64) * DIM
     for begin in range(0, visible * NODES, BLOCK):
         node = begin + tl.arange(0, BLOCK)
@@ -94,22 +96,22 @@ def _estimates(
 
 
 @triton.jit
-def _largest(
-    q, k_table, spread, tiles, bounds, heads, kv_heads, chunks, q_row, q_head, weight, number,
+def largest(
+    q, k_table, spread, tiles, bounds, heads, kv_heads, chunks, q_row, q_head, number, weight,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
     D: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Store the bound of every query: its `number`-th largest estimate, or −∞ if there are fewer groups."""
     head = tl.program_id(0) % heads
-    kv_head = head // (heads // kv_heads)
+    kv_head = (head // (heads // kv_heads)).to(tl.int64)
     row, count, first_chunk, visible, _, _, _, _ = load_tile(tiles, tl.program_id(0) // heads)
     if visible == 0:
         return
     query = tl.arange(0, TILE)
     x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, D)
-    means = k_table + kv_head.to(tl.int64) * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
+    means = k_table + kv_head * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
     means += (chunks * CHUNK + first_chunk * GROUPS).to(tl.int64) * DIM
-    spreads = spread + (kv_head * chunks * GROUPS + first_chunk * GROUPS).to(tl.int64) * DIM
+    spreads = spread + (kv_head * chunks * GROUPS + first_chunk * GROUPS) * DIM
     best = tl.full([TILE, KEPT], float("-inf"), tl.float32)
     for begin in range(0, visible * GROUPS, KEPT):
         estimate, there = _estimates(
@@ -121,12 +123,12 @@ def _largest(
     bound = tl.max(tl.where(tl.arange(0, KEPT)[None, :] == number - 1, best, float("-inf")), 1)
     bound = tl.where(
         bound == float("-inf"), bound, bound - 1e-5 - 1e-6 * tl.abs(bound)
-    )  # `_first_rows` may round the same estimate otherwise
+    )  # `first_rows` may round the same estimate otherwise
     tl.store(bounds + (row + query).to(tl.int64) * heads + head, bound, mask=query < count)
 
 
 @triton.jit
-def _first_rows(
+def first_rows(
     q, k_table, spread, tiles, bounds, first, heads, kv_heads, lists, chunks, q_row, q_head, weight,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
     D: tl.constexpr, CAUSAL: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
@@ -136,12 +138,12 @@ def _first_rows(
     row, count, first_chunk, visible, _, _, offset, _ = load_tile(tiles, tl.program_id(0) // lists)
     groups = visible * GROUPS
     share = heads // lists
-    kv_head = listed * share // (heads // kv_heads)
+    kv_head = (listed * share // (heads // kv_heads)).to(tl.int64)
     query = tl.arange(0, TILE)
     since = query if CAUSAL else 0 * query
-    means = k_table + kv_head.to(tl.int64) * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
+    means = k_table + kv_head * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
     means += (chunks * CHUNK + first_chunk * GROUPS).to(tl.int64) * DIM
-    spreads = spread + (kv_head * chunks * GROUPS + first_chunk * GROUPS).to(tl.int64) * DIM
+    spreads = spread + (kv_head * chunks * GROUPS + first_chunk * GROUPS) * DIM
     out = first + (offset.to(tl.int64) * lists + listed * visible) * GROUPS
     for member in range(share):
         head = listed * share + member
@@ -159,9 +161,9 @@ def _first_rows(
 
 
 @triton.jit
-def _lower(
+def lower(
     first, tiles, upper, key_list, pooled_list, counts, lists, chunks,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the lists of a tile, and the first queries for which its nodes and chunks are open."""
     program = tl.program_id(0)
@@ -191,10 +193,12 @@ def _lower(
         key_row = (first_chunk * GROUPS + inside) * (CHUNK // GROUPS)
         keys += _append(key_list + keys, tl.reshape(opened, [BLOCK * GROUPS]), tl.reshape(key_row, [BLOCK * GROUPS]))
         group_row = first_of_groups + (first_chunk * NODES + nodes) * (GROUPS // NODES)
-        pooled += _append(pooled_list + pooled, tl.reshape(node_opened, [BLOCK * NODES]), tl.reshape(group_row, [BLOCK * NODES]))  # fmt: skip
+        pooled += _append(
+            pooled_list + pooled, tl.reshape(node_opened, [BLOCK * NODES]), tl.reshape(group_row, [BLOCK * NODES])
+        )
         pooled += _append(pooled_list + pooled, chunk_opened, first_of_nodes + (first_chunk + roots) * NODES)
-        eighth = roots % 8 == 0
-        pooled += _append(pooled_list + pooled, tl.where(eighth & (roots < visible), 0, 255), first_of_roots + first_chunk + roots)  # fmt: skip
+        eight = tl.where((roots % 8 == 0) & (roots < visible), 0, 255)
+        pooled += _append(pooled_list + pooled, eight, first_of_roots + first_chunk + roots)
     tl.store(counts + program * 2, keys)
     tl.store(counts + program * 2 + 1, pooled)
 

@@ -1,4 +1,4 @@
-"""What the kernels of clustered attention share: reading a tile of queries."""
+"""Functions that the kernels of clustered attention share: reading a tile of queries."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ def load_queries(q, row, count, head, q_row, q_head, TILE: tl.constexpr, DIM: tl
     query, column = tl.arange(0, TILE), tl.arange(0, D)
     rows = (row + query).to(tl.int64)[:, None]
     there = (query[:, None] < count) & (column[None, :] < DIM)
-    return tl.load(q + rows * q_row + head * q_head + column[None, :], mask=there, other=0.0)
+    return tl.load(q + rows * q_row + head.to(tl.int64) * q_head + column[None, :], mask=there, other=0.0)
