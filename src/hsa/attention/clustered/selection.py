@@ -69,15 +69,16 @@ class TileSelection:
 
         Pass it as `opened` with the next queries of the sequences, if they belong to the same tile.
         """
-        layout = self.layout
-        groups = (
-            int(max((layout.tile_chunks[t] for t in _last_tiles(layout) if t >= 0), default=0)) * layout.shape.groups
-        )
-        result = self.first.new_zeros(len(layout.lengths), self.lists, groups, dtype=torch.bool)
-        for sequence, tile in enumerate(_last_tiles(layout)):
+        last = _last_tiles(self.layout)
+        groups = max((int(self.layout.tile_chunks[t]) for t in last if t >= 0), default=0) * self.layout.shape.groups
+        groups = max(groups, 0 if self.before is None else self.before.shape[2])
+        result = self.first.new_zeros(len(last), self.lists, groups, dtype=torch.bool)
+        for sequence, tile in enumerate(last):
             if tile >= 0:
                 first = self.tile(tile)[0]
                 result[sequence, :, : first.shape[1]] = first != NEVER
+            elif self.before is not None:  # no new queries
+                result[sequence, :, : self.before.shape[2]] = self.before[sequence]
         return result
 
 
