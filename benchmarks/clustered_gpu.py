@@ -1,0 +1,146 @@
+"""Time of clustered attention on a GPU against SDPA: `python -m benchmarks.clustered_gpu QKV.pt [QKV.pt …]`.
+
+Each file holds queries, keys and values of some layers of a real model, written with the option `--save-qkv` of
+`python -m benchmarks.tiled_quality`. Their texts are repeated up to the wanted length. With `--heads 16`, every query head
+gets its own key/value head, and heads are repeated up to that number. Everything is checked against float64 before it is
+timed. Times are medians of calls from Python, in one run, against the faster of PyTorch's flash and cuDNN kernels;
+clustering and selecting are included.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+import hsa
+from benchmarks.gpu_attention import BACKENDS, milliseconds
+from benchmarks.measure import check, write_table
+
+LENGTHS = (8192, 32768, 131072)
+THRESHOLDS = (1 / 64, 1 / 128, 1 / 256)
+HEADER = (
+    *("inputs", "tokens", "causal", "setting", "SDPA ms", "ours ms", "× faster", "cluster", "select", "attend"),
+    "keys per tile",
+)
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def real(layer: dict[str, Tensor], tokens: int, heads: int | None) -> Inputs:
+    """Return q, k and v of a layer, repeated up to a number of tokens and, if given, of heads with keys of their own."""
+    q, k, v = (layer[name].cuda() for name in "qkv")
+    if heads is not None:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        q, k, v = (torch.cat([x] * -(-heads // x.shape[1]), 1)[:, :heads] for x in (q, k, v))
+    return tuple(x.repeat(-(-tokens // len(x)), 1, 1)[:tokens].contiguous() for x in (q, k, v))  # type: ignore[return-value]
+
+
+def random(tokens: int, heads: int) -> Inputs:
+    return tuple(torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))  # type: ignore[return-value]
+
+
+def fastest_sdpa(inputs: Inputs, causal: bool) -> float:
+    q, k, v = (x.transpose(0, 1)[None] for x in inputs)
+    times = []
+    for backend in BACKENDS.values():
+        with sdpa_kernel(backend):
+            times.append(milliseconds(lambda: _sdpa(q, k, v, causal)))
+    return min(times)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def verify(inputs: Inputs, causal: bool, **setting: Any) -> None:
+    """Compare kernels with the torch backend in float64, on the first tokens and with the kernels' own selection."""
+    q, k, v = (x[:2048] for x in inputs)
+    rule = {name: x for name, x in setting.items() if name != "windows"}
+    keys = hsa.cluster(k, v, [len(k)], windows=setting.get("windows", False))
+    selection = hsa.select_groups(q, k, keys, [len(k)], causal=causal, **rule)
+    out = hsa.clustered_attention(q, k, v, keys=keys, selection=selection, causal=causal, backend="triton")
+    precise = replace(keys, k=keys.k.double(), v=keys.v.double())
+    wide = (x.double() for x in (q, k, v))
+    wanted = hsa.clustered_attention(*wide, keys=precise, selection=selection, causal=causal, backend="torch")
+    check(f"{setting}", out, wanted, 3e-2)
+
+
+def measure(name: str, inputs: Inputs, causal: bool, settings: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """Return a row per setting."""
+    exact, rows = fastest_sdpa(inputs, causal), []
+    for setting in settings:
+        verify(inputs, causal, **setting)
+        times, opened = time_setting(inputs, causal, **setting)
+        text = ", ".join(f"{x}={f'1/{round(1 / y)}' if x == 'threshold' else y}" for x, y in setting.items())
+        total, *parts = times
+        row = [
+            name,
+            f"{len(inputs[0]):,}",
+            "yes" if causal else "no",
+            text,
+            exact,
+            total,
+            exact / total,
+            *parts,
+            opened,
+        ]
+        print(*(f"{x:.3f}" if isinstance(x, float) else x for x in row), sep=" · ", flush=True)
+        rows.append(row)
+    return rows
+
+
+def time_setting(inputs: Inputs, causal: bool, **setting: Any) -> tuple[list[float], int]:
+    """Return the milliseconds of one call, of clustering, selecting and attending, and the opened keys per tile."""
+    q, k, v = inputs
+    windows, rule = setting.get("windows", False), {x: y for x, y in setting.items() if x != "windows"}
+    cluster = partial(hsa.cluster, k, v, [len(k)], windows=windows)
+    keys = cluster()
+    select = partial(hsa.select_groups, q, k, keys, [len(k)], causal=causal, **rule)
+    selection = select()
+    attend = partial(hsa.clustered_attention, q, k, v, causal=causal)
+    steps = (partial(attend, **setting), cluster, select, partial(attend, keys=keys, selection=selection))
+    opened = float((selection.first != 255).sum()) * 8 / (selection.layout.num_tiles * q.shape[1])
+    return [milliseconds(step, seconds=0.15) for step in steps], round(opened)
+
+
+def main(name: str, files: Sequence[Path], heads: int | None, lengths: Sequence[int], layers: int) -> None:
+    rows = []
+    for file in files:
+        data = torch.load(file)
+        for number in sorted(data)[:layers]:
+            for tokens in lengths:
+                inputs = real(data[number], tokens, heads)
+                shape = f"{inputs[0].shape[1]}/{inputs[1].shape[1]} × {inputs[0].shape[2]}"
+                what = f"{file.stem.removeprefix('qkv_')}, layer {number}, {shape}"
+                settings: list[dict[str, Any]] = [{"threshold": t} for t in THRESHOLDS]
+                settings.append({"threshold": 1 / 128, "windows": True})
+                rows += measure(what, inputs, True, settings)
+    if heads is not None:
+        for tokens in lengths:
+            rows += measure(f"random, {heads}/{heads} × 64", random(tokens, heads), True, [{"threshold": 1 / 128}])
+    notes = (
+        "Forward, bfloat16, one sequence. Cluster, select and attend are timed alone; ours is one call that does all three. "
+        "Keys per tile: keys of open groups per tile of 64 queries and head, beside the exact chunk and the pooled rows. "
+        "Texts are repeated to reach lengths beyond the recorded ones, which makes every key several times as frequent."
+    )
+    command = f"python -m benchmarks.clustered_gpu QKV.pt --name {name}" + (f" --heads {heads}" if heads else "")
+    write_table(name, "Clustered attention on a GPU", [("", HEADER, rows)], notes, command=command)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--name", default="clustered_gpu", help="name of the table in results/")
+    parser.add_argument("--heads", type=int, help="number of heads with keys of their own")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--layers", type=int, default=3, help="number of recorded layers to use")
+    given = parser.parse_args()
+    main(given.name, given.files, given.heads, given.lengths, given.layers)
