@@ -99,16 +99,10 @@ def windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, beam: int | st
 
 
 def clustered(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
-    clusters = hsa.cluster_keys(k, tree, chunk=512)
+    clusters = hsa.cluster_keys(k, tree)
     groups = hsa.Queries.windows(tree, 16)
     selection = hsa.select(q, k, tree, queries=groups, top_k=16, beam=16, clusters=clusters)
     return hsa.multiscale_attention(q, k, v, tree, selection=selection, clusters=clusters)
-
-
-def clustered_causal(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
-    clusters = hsa.cluster_keys(k, tree, chunk=256)
-    selection = hsa.select(q, k, tree, top_k=16, beam=32, clusters=clusters, causal=True)
-    return hsa.multiscale_attention(q, k, v, tree, selection=selection, clusters=clusters, causal=True)
 
 
 def binary(length: int, leaves: int) -> hsa.Hierarchy:
@@ -130,10 +124,10 @@ def check_correctness() -> None:
     tree = binary(2048, 8)
     q, k, v, d_out = random(tree, heads=2)
     for causal in (False, True):
-        clusters = hsa.cluster_keys(k, tree, chunk=256)
+        clusters = None if causal else hsa.cluster_keys(k, tree)
         selection = hsa.select(q, k, tree, top_k=4, beam=16, clusters=clusters, causal=causal)
         options = {"selection": selection, "clusters": clusters, "causal": causal}
-        _compare(f"clustered, causal {causal}", hsa.multiscale_attention, q, k, v, d_out, tree, options)
+        _compare("causal" if causal else "clustered", hsa.multiscale_attention, q, k, v, d_out, tree, options)
 
 
 def _compare(
@@ -236,49 +230,36 @@ def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, selection
 
 
 def multiscale_rows() -> list[list[Any]]:
-    cases: list[tuple[str, Callable[..., Tensor], int, bool]] = [
-        ("multiscale, windows of 16, near 1, top_k 2 (beam 8)", windows, 16, False),
-        ("clustered in chunks of 512, groups of 8, top_k 16, tile 16 (beam 16)", clustered, 8, False),
-        ("causal, clustered in chunks of 256, groups of 8, top_k 16 (beam 32)", clustered_causal, 8, True),
+    """Time forward passes. For causal attention over clustered keys, see `clustered_gpu`."""
+    cases: list[tuple[str, Callable[..., Tensor]]] = [
+        ("multiscale, windows of 16, near 1, top_k 2 (beam 8)", windows),
+        ("clustered, groups of 8, top_k 16, tile 16 (beam 16)", clustered),
     ]
     rows = []
     for length in LENGTHS:
-        sdpa = {causal: min(fastest_sdpa(1, length, causal).values()) for causal in (False, True)}
-        for name, run, leaves, causal in cases:
-            tree = windows_of_16(length) if run is windows else binary(length, leaves)
+        sdpa = min(fastest_sdpa(1, length, False).values())
+        for name, run in cases:
+            tree = windows_of_16(length) if run is windows else binary(length, 8)
             q, k, v, _ = random(tree)
             with torch.no_grad():
                 graph = milliseconds(partial(run, q, k, v, tree), graph=True)
                 calls = milliseconds(partial(run, q, k, v, tree), seconds=0.2)
-                rows.append(
-                    [name, f"{length:,}", graph, calls, *_parts(run, q, k, v, tree), sdpa[causal], sdpa[causal] / graph]
-                )
+                rows.append([name, f"{length:,}", graph, calls, *_parts(run, q, k, v, tree), sdpa, sdpa / graph])
             print(rows[-1], flush=True)
     return rows
 
 
 def _parts(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> list[float | None]:
     """Return the milliseconds of clustering, selection and attention."""
-    causal = run is clustered_causal
-    clusters = None if run is windows else hsa.cluster_keys(k, tree, chunk=256 if causal else 512)
+    clusters = None if run is windows else hsa.cluster_keys(k, tree)
     if run is windows:
         select = partial(hsa.select, q, k, tree, near=1, top_k=2, beam=8)
     else:
-        groups = None if causal else hsa.Queries.windows(tree, 16)
-        select = partial(
-            hsa.select,
-            q,
-            k,
-            tree,
-            queries=groups,
-            top_k=16,
-            beam=32 if causal else 16,
-            clusters=clusters,
-            causal=causal,
-        )
+        groups = hsa.Queries.windows(tree, 16)
+        select = partial(hsa.select, q, k, tree, queries=groups, top_k=16, beam=16, clusters=clusters)
     selection = select()
-    attend = partial(hsa.multiscale_attention, q, k, v, tree, selection=selection, clusters=clusters, causal=causal)
-    cluster = partial(hsa.cluster_keys, k, tree, chunk=256 if causal else 512)
+    attend = partial(hsa.multiscale_attention, q, k, v, tree, selection=selection, clusters=clusters)
+    cluster = partial(hsa.cluster_keys, k, tree)
     clustering = None if clusters is None else milliseconds(cluster, graph=True)
     return [clustering, milliseconds(select, graph=True), milliseconds(attend, graph=True)]
 
@@ -359,10 +340,8 @@ def plot(rows: list[list[Any]], multi: list[list[Any]]) -> None:
         some = [row for row in multi if row[0] == name]
         x = [int(row[1].replace(",", "")) for row in some]
         right.plot(x, [row[2] for row in some], marker="o", color=f"C{number}", label=name.split(" (")[0])
-        style = "--" if name.startswith("causal") else "-"
-        if number != 1:
-            label = "SDPA, causal" if name.startswith("causal") else "SDPA"
-            right.plot(x, [row[-2] for row in some], style, marker="s", color="C3", label=label)
+        if number == 0:
+            right.plot(x, [row[-2] for row in some], marker="s", color="C3", label="SDPA")
     right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title="Multiscale attention, all included")
     right.legend(fontsize=7)
     figure.savefig(RESULTS / "gpu_attention.png", dpi=120)

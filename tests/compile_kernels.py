@@ -18,9 +18,19 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 # Modules of kernels are imported here, before `prepare` turns the interpreter on.
-from hsa import Entmax, Hierarchy, Queries, cluster_keys, hierarchical_attention, multiscale_attention, select
+from hsa import (
+    Entmax,
+    Hierarchy,
+    Queries,
+    cluster_keys,
+    clustered_attention,
+    hierarchical_attention,
+    multiscale_attention,
+    select,
+)
 from hsa.attention.cache.multiscale import MultiscaleCache
 from hsa.attention.cache.triton import multiscale_step  # noqa: F401
+from hsa.attention.clustered.triton import operator as clustered_kernels  # noqa: F401
 from hsa.attention.hierarchical.triton import operator as hierarchical_kernels  # noqa: F401
 from hsa.attention.kernels import available
 from hsa.attention.kernels.levels import levels
@@ -67,20 +77,24 @@ def compile_hierarchical(tree, dtype, normalizer="softmax"):
 
 def compile_multiscale(tree, dtype, causal):
     q, k, v = inputs(tree, dtype)
-    clusters = cluster_keys(k, tree, chunk=256, backend="torch")
-    cluster.cluster_keys(k.detach(), tree, 256)
+    clusters = None if causal else cluster_keys(k, tree, backend="torch")
+    cluster.cluster_keys(k.detach(), tree)
     groups = None if causal else Queries.windows(tree, 16)
-    options = {"queries": groups, "top_k": 4, "beam": 8, "clusters": clusters, "causal": causal, "backend": "torch"}
-    selection = select(q, k, tree, **options)
-    multiscale_attention(
-        q, k, v, tree, selection=selection, clusters=clusters, causal=causal, backend="triton"
-    ).sum().backward()
-    queries, keys = selection.queries, pyramid.pyramid(k.detach(), levels(tree), clusters.order)
+    shared = {"clusters": clusters, "causal": causal}
+    selection = select(q, k, tree, queries=groups, top_k=4, beam=8, backend="torch", **shared)
+    multiscale_attention(q, k, v, tree, selection=selection, backend="triton", **shared).sum().backward()
+    order = None if causal else clusters.order
+    queries, keys = selection.queries, pyramid.pyramid(k.detach(), levels(tree), order)
     low = torch.zeros(queries.num_groups, dtype=torch.long)
     where = (q.detach(), keys, ranking.search_tables(tree), queries.offsets, queries.tree)
     settings = {"limit": selection.limit, "scale": 0.1, "top_k": 4, "most_queries": queries.largest_group}
     search_families(*where, low, low + 1, width=8, **settings)
     search_families(*where, None, None, width=None, **settings)
+
+
+def compile_clustered(dtype, dim, **rule):
+    q, k, v = (torch.randn(600, heads, dim, dtype=dtype) for heads in (4, 2, 2))
+    clustered_attention(q, k, v, backend="triton", **rule)
 
 
 def compile_decoding(dtype, dim):
@@ -104,6 +118,7 @@ if __name__ == "__main__":
     regular = Hierarchy.regular([512], (16, 4))
     compile_hierarchical(regular, torch.bfloat16)
     compile_hierarchical(regular, torch.bfloat16, LEARNED)
+    compile_clustered(torch.bfloat16, 64, causal=True)
     compile_decoding(torch.bfloat16, 64)
     compile_trilinear(torch.bfloat16, 64, causal=False)
     compile_head_norm(torch.bfloat16, 32)
@@ -111,8 +126,11 @@ if __name__ == "__main__":
         for dtype in (torch.bfloat16, torch.float32):
             compile_hierarchical(regular, dtype)
             for dim in (64, 128):
+                compile_clustered(dtype, dim, causal=True, top_k=8)
+                compile_clustered(dtype, dim, windows=True)
                 compile_decoding(dtype, dim)
                 compile_head_norm(dtype, dim)
+            compile_clustered(torch.bfloat16, 256)
             mixed = Hierarchy.from_nested([[5, 20, 40], [3, 3]])
             for normalizer in ("softmax", Entmax(1.5), Entmax(2.0), LEARNED):
                 compile_hierarchical(mixed, dtype, normalizer)

@@ -63,11 +63,6 @@ def test_causal_counts_include_only_visible_keys():
     selection = select(q, k, forest, causal=True)
     seen = sum(position + 1 + window for window in range(4) for position in range(4))  # own window so far, earlier ones
     assert flops(selection, 24, 6, hierarchy=forest).attention == (4 * 24 + 6) * seen
-    binary = Hierarchy.regular([16], (2, 2), repeat_last=True)
-    clusters = cluster_keys(k, binary, chunk=8)
-    selection = select(q, k, binary, clusters=clusters, causal=True)
-    seen = sum(range(1, 9)) + sum(1 + n for n in range(1, 9))  # the own chunk so far, the earlier chunk as one node
-    assert flops(selection, 24, 6, hierarchy=binary, clusters=clusters).attention == (4 * 24 + 6) * seen
 
 
 def test_own_family_only():

@@ -284,7 +284,7 @@ def test_info(call, monkeypatch):
     rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
     assert rows["hsa"].split()[1] == call("--version")[1].strip()
     assert "sentencex" in rows["text"]
-    for operator in ("hierarchical_attention", "multiscale_attention", "energy"):
+    for operator in ("hierarchical_attention", "multiscale_attention", "clustered_attention", "energy"):
         assert "torch (cpu" in rows[operator]
         assert "reference (cpu" in rows[operator]
     for operator in ("hierarchical_attention", "multiscale_attention"):

@@ -229,7 +229,7 @@ def check_same_device(tensors: dict[str, Tensor]) -> None:
 
 
 def check_all_finite(tensors: dict[str, Tensor]) -> None:
-    """In the checking mode, check that all values are finite."""
+    """Check that all values are finite, if the checking mode is on."""
     if is_checking():
         for name, x in tensors.items():
             _check_finite(name, x, None)

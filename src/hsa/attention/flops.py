@@ -89,7 +89,7 @@ def flops(
         )
     partition = structure.partition(hierarchy) if isinstance(structure, Selection) else structure
     limit = structure.limit if isinstance(structure, Selection) else None
-    entries = entries_seen(partition, rooted(hierarchy)[0], limit, clusters, heads)
+    entries = entries_seen(partition, rooted(hierarchy)[0], limit, heads)
     attention = entry * entries // heads
     return Flops(
         attention=attention,

@@ -81,12 +81,14 @@ def _version(package: str) -> str | None:
 def _backends() -> list[tuple[str, str]]:
     import torch
 
+    from hsa.attention.clustered.operator import ATTEND
     from hsa.attention.hierarchical.operator import ENERGY, HIERARCHICAL
     from hsa.attention.multiscale.operator import MULTISCALE
 
     tables: list[tuple[Any, tuple[Backend, ...]]] = [
         (hsa.hierarchical_attention, HIERARCHICAL),
         (hsa.multiscale_attention, MULTISCALE),
+        (hsa.clustered_attention, ATTEND),
         (hsa.energy, ENERGY),
     ]
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -108,8 +110,9 @@ def _where_it_runs(operator: Any, backend: Backend, devices: list[str]) -> str:
         tree = hsa.Hierarchy.from_nested([[2, 3]]).to(device)
         q = torch.zeros(tree.num_leaves, 1, 16, device=device)
         operands = (q, q) if operator is hsa.energy else (q, q, q)
+        structure = [tree.num_leaves] if operator is hsa.clustered_attention else tree
         try:
-            operator(*operands, tree, backend=backend.name)
+            operator(*operands, structure, backend=backend.name)
             runs.append(device)
         except Unsupported as error:
             refusals.append(str(error).splitlines()[-1].strip().removeprefix(f"{backend.name}: "))

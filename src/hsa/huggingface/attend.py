@@ -113,7 +113,8 @@ def _prepare_tiles(
     shared["scale"] = call.scale
     keys = cluster(k, v, lengths, **shape)
     if opened is None:
-        opened = torch.zeros(len(lengths), q.shape[1], 0, dtype=torch.bool, device=q.device)
+        groups = max(keys.chunks) * keys.shape.groups
+        opened = torch.zeros(len(lengths), q.shape[1], groups, dtype=torch.bool, device=q.device)
     rule: dict[str, Any] = {"threshold": settings.threshold, "top_k": settings.top_k, "opened": opened}
     selection = select_groups(q, k, keys, lengths, **rule, **shared)
     operator = partial(

@@ -304,3 +304,9 @@ def test_inputs_stay_unchanged():
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
     assert opened.all()
     assert q.shape == (21, HEADS, DIM)
+
+
+def test_compiles():
+    q, k, v = rows_of([40], 3)
+    attend = torch.compile(lambda *x: clustered_attention(*x, causal=True, **SMALL).sin(), backend="aot_eager")
+    close(attend(q, k, v), clustered_attention(q, k, v, causal=True, **SMALL).sin())

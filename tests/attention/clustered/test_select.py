@@ -1,6 +1,5 @@
 """Selection of groups: which are opened, from which query on, and the lists that follow from them."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -62,18 +61,19 @@ def test_every_query_sees_every_key_once(batch):
         lists = lists_of(first, layout, rows, begin)
         intervals = intervals_of(first, layout, rows)
         assert all((end <= rows).all() for end in intervals.end)
-        assert torch.equal(lists.lengths, (lists.begin < lists.end).sum(-1))  # padding is never active
+        low, high = lists.interval >> lists.bits, lists.interval & ((1 << lists.bits) - 1)
+        assert torch.equal(lists.lengths, (low < high).sum(-1))  # padding is never active
+        assert ((lists.rows == lists.rows[:, :1]) | (low < high)).all()  # and repeats a row of the list
         for row in range(rows):
             is_open = first <= row
             assert row == 0 or (is_open | ~(first <= row - 1)).all()
             assert torch.equal((intervals.begin[0] <= row) & (row < intervals.end[0]), is_open)
             for which in range(len(first)):
-                active = (lists.begin[which] <= row) & (row < lists.end[which])
+                active = (low[which] <= row) & (row < high[which])
                 seen = []
-                entries = (x[which][active].tolist() for x in (lists.rows, lists.log_count))
-                for number, log_count in zip(*entries, strict=True):
-                    level = max(n for n in range(4) if offsets[n] <= number)
-                    assert log_count == math.log(sizes[level])
+                entries = (x[which][active].tolist() for x in (lists.rows, lists.level))
+                for number, level in zip(*entries, strict=True):
+                    assert level == max(n for n in range(4) if offsets[n] <= number)
                     start = (number - offsets[level]) * sizes[level] - begin * shape.chunk
                     seen += range(start, start + sizes[level])
                 assert sorted(seen) == list(range(int(layout.tile_chunks[tile]) * shape.chunk))

@@ -1,5 +1,7 @@
 """Kernels of clustered attention against the torch backend, in the interpreter or on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,14 +12,14 @@ operator = pytest.importorskip("hsa.attention.clustered.triton.operator")
 
 CASES = {
     "causal": ([600], None, (2, 1, 32, 32), {"causal": True, "threshold": 1 / 32}),
-    "ragged": ([513, 40, 300, 1], None, (4, 2, 16, 24), {"causal": True, "threshold": 1 / 32}),
+    "ragged": ([513, 40, 300, 1], None, (4, 2, 16, 48), {"causal": True, "threshold": 1 / 32}),
     "shared": (
         [513, 40, 300],
         None,
-        (4, 2, 16, 24),
+        (4, 2, 16, 48),
         {"causal": True, "threshold": 1 / 32, "share_lists": True, "pooled_bias": -0.5},
     ),
-    "others": ([513, 40, 300], [70, 3, 0], (4, 2, 20, 24), {"threshold": 1 / 64}),
+    "others": ([513, 40, 300], [70, 3, 0], (4, 2, 48, 16), {"threshold": 1 / 64}),
     "top_k": ([700], None, (2, 2, 16, 16), {"causal": True, "top_k": 5}),
     "nothing": ([700], None, (2, 2, 16, 16), {"causal": True, "top_k": 0}),
     "all": ([700], None, (2, 2, 16, 16), {"causal": True, "threshold": 1e-30}),
@@ -59,3 +61,91 @@ def test_selections_agree(case):
         for backend in ("triton", "torch")
     )
     assert (first != wanted).float().mean() < 1e-3  # estimates that are equal up to rounding
+
+
+def test_values_that_are_not_finite_stay_in_their_sequence():
+    q, k, v = inputs([300, 300], None, (2, 1, 16, 16))
+    options = {"lengths": [300, 300], "causal": True, "threshold": 0.05, "backend": "triton"}
+    wanted = hsa.clustered_attention(q, k, v, **options)
+    v[0] = torch.nan
+    out = hsa.clustered_attention(q, k, v, **options)
+    assert out[:300].isnan().any()
+    torch.testing.assert_close(out[300:], wanted[300:], rtol=0, atol=0)
+
+
+def test_strides_and_pieces():
+    q, k, v = inputs([600], None, (4, 2, 16, 48))
+    options = {"causal": True, "threshold": 0.05}
+    wanted = hsa.clustered_attention(q, k, v, backend="torch", **options)
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
+    torch.testing.assert_close(hsa.clustered_attention(q, k, v, backend="triton", **options), wanted, atol=2e-5, rtol=0)
+    opened = None
+    for begin, end in ((0, 300), (300, 310), (310, 600)):
+        keys = hsa.cluster(k[:end], v[:end], [end])
+        piece = {"query_lengths": [end - begin], "backend": "triton"}
+        selection = hsa.select_groups(q[begin:end], k[:end], keys, [end], opened=opened, **piece, **options)
+        given = {"keys": keys, "selection": selection, "causal": True}
+        out = hsa.clustered_attention(q[begin:end], k[:end], v[:end], [end], **piece, **given)
+        torch.testing.assert_close(out, wanted[begin:end], atol=2e-5, rtol=0)
+        opened = selection.opened()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dropout_p": 0.5}, "no dropout"),
+        ({"branching": (4, 4, 4)}, "branching must be"),
+        ({"tile": 8}, "at least 16 queries"),
+        ({"top_k": 500}, "top_k=500 is more than"),
+        ({"scale": -1.0}, "scale must be positive"),
+    ],
+)
+def test_refusals(options, reason):
+    q, k, v = inputs([300], None, (1, 1, 16, 16))
+    with pytest.raises(hsa.HsaError, match=reason):
+        hsa.clustered_attention(q, k, v, backend="triton", **options)
+    assert hsa.clustered_attention(q, k, v, **options).isfinite().all()  # another backend runs it
+
+
+def test_refuses_gradients():
+    q, k, v = (x.requires_grad_() for x in inputs([300], None, (1, 1, 16, 16)))
+    with pytest.raises(hsa.HsaError, match="no gradients"):
+        hsa.clustered_attention(q, k, v, backend="triton")
+    hsa.clustered_attention(q, k, v).sum().backward()
+    assert k.grad.abs().sum() > 0
+
+
+@pytest.mark.gpu
+def test_cuda_graph():
+    q, k, v = inputs([1000, 300], None, (4, 2, 64, 64), torch.bfloat16)
+    step = lambda: hsa.clustered_attention(q, k, v, [1000, 300], causal=True)  # noqa: E731
+    wanted = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_head_dims_and_dtypes(dim, dtype):
+    q, k, v = inputs([1100, 70], None, (4, 2, dim, dim), dtype)
+    keys = hsa.cluster(k, v, [1100, 70])
+    rule = {"causal": True, "threshold": 1 / 64}
+    selection = hsa.select_groups(q, k, keys, [1100, 70], backend="triton", **rule)
+    given = {"selection": selection, "causal": True}
+    out = hsa.clustered_attention(q, k, v, [1100, 70], keys=keys, backend="triton", **given)
+    precise = replace(keys, k=keys.k.double(), v=keys.v.double())
+    wide = [x.double() for x in (q, k, v)]
+    wanted = hsa.clustered_attention(*wide, [1100, 70], keys=precise, backend="torch", **given)
+    error = (out.double() - wanted).abs().max() / wanted.abs().max()
+    assert error < {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
+
+
+def test_refuses_odd_head_dims():
+    q, k, v = inputs([300], None, (1, 1, 20, 20))
+    with pytest.raises(hsa.HsaError, match="multiples of 16, not 20"):
+        hsa.clustered_attention(q, k, v, backend="triton")

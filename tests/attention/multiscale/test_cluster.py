@@ -1,4 +1,4 @@
-"""`cluster_keys`: permutations inside trees and chunks, the same on every run, with similar keys together."""
+"""`cluster_keys`: permutations inside trees, the same on every run, with similar keys together."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsa import Hierarchy, cluster_keys
-from hsa.attention.multiscale.cluster import chunk_of_leaf
-from tests.forests import forests, random_inputs, windows
+from tests.forests import forests, random_inputs
 
 seeds = st.integers(0, 10**6)
 
@@ -23,16 +22,6 @@ def test_order_permutes_the_keys_of_each_tree_and_keeps_sinks(forest, seed):
     for leaf, node in enumerate(s.leaf_nodes):
         if s.depth[node] <= 1:
             assert (order[:, leaf] == leaf).all()
-
-
-@given(windows(), seeds, st.sampled_from([2, 3, 4, 8]))
-def test_incomplete_chunks_keep_their_order(forest, seed, chunk):
-    _, k, _ = random_inputs(forest, seed)
-    order = cluster_keys(k, forest, chunk=chunk).order
-    number, complete = chunk_of_leaf(forest, chunk)
-    assert (number[order.numpy()] == number).all()  # keys stay in their chunk
-    incomplete = ~torch.tensor(complete[number])
-    assert (order[:, incomplete] == torch.arange(forest.num_leaves)[incomplete]).all()
 
 
 def principal_split(keys):

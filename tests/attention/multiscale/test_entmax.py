@@ -73,15 +73,6 @@ def test_torch_equals_reference_with_clusters(forest, seed, top_k, size):
 
 
 @few
-@given(windows(), seeds, st.integers(0, 3), st.sampled_from([3, 8]))
-def test_torch_equals_reference_with_causal_clusters(forest, seed, top_k, chunk):
-    q, k, v = small_inputs(forest, seed, kv_heads=2, requires_grad=True)
-    order = cluster_keys(k, forest, chunk=chunk)
-    selection = select(q, k, forest, top_k=top_k, clusters=order, causal=True)
-    both_backends(q, k, v, forest, entmax_of(1.5), selection=selection, clusters=order, causal=True)
-
-
-@few
 @given(windows(), seeds, st.data())
 def test_torch_equals_reference_for_other_queries(forest, seed, data):
     sizes = [data.draw(st.integers(0, 4)) for _ in range(forest.num_trees + 1)]

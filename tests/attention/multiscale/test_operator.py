@@ -71,14 +71,6 @@ def test_torch_equals_reference_with_clusters(forest, seed, top_k, size):
     both_backends(q, k, v, forest, selection=selection, clusters=order)
 
 
-@given(windows(), seeds, st.integers(0, 3), st.sampled_from([None, 6]), st.sampled_from([3, 4, 8, 12]))
-def test_torch_equals_reference_with_causal_clusters(forest, seed, top_k, beam, chunk):
-    q, k, v = random_inputs(forest, seed, heads=4, requires_grad=True)
-    order = cluster_keys(k, forest, chunk=chunk)
-    selection = select(q, k, forest, top_k=top_k, beam=beam, clusters=order, causal=True)
-    both_backends(q, k, v, forest, selection=selection, clusters=order, causal=True)
-
-
 @given(windows(), seeds, st.integers(1, 3), st.data())
 def test_torch_equals_reference_for_other_queries(forest, seed, top_k, data):
     sizes = [data.draw(st.integers(0, 4)) for _ in range(forest.num_trees + 1)]
@@ -103,16 +95,16 @@ def test_all_selected_is_softmax_attention(backend, forest, seed, include_self):
 
 
 @given(windows(), seeds)
-def test_all_selected_is_causal_softmax_attention(forest, seed):
+def test_all_selected_is_softmax_attention_if_causal_or_clustered(forest, seed):
     q, k, v = random_inputs(forest, seed, kv_heads=6)
-    order = cluster_keys(k, forest, chunk=4)
     everything = select_all(forest, Queries.windows(forest, 1))
-    for clusters in (None, order):
-        out = multiscale_attention(q, k, v, forest, selection=everything, clusters=clusters, causal=True)
+    for options in ({"causal": True}, {"clusters": cluster_keys(k, forest)}):
+        out = multiscale_attention(q, k, v, forest, selection=everything, **options)
         begin = 0
         for length in forest.lengths:
             rows = slice(begin, begin + length)
-            flat = F.scaled_dot_product_attention(*(x[rows].transpose(0, 1) for x in (q, k, v)), is_causal=True)
+            packed = (x[rows].transpose(0, 1) for x in (q, k, v))
+            flat = F.scaled_dot_product_attention(*packed, is_causal="causal" in options)
             torch.testing.assert_close(out[rows].transpose(0, 1), flat, rtol=1e-10, atol=1e-10)
             begin += length
 
@@ -149,24 +141,14 @@ def test_closer_to_softmax_than_hierarchical_attention_and_closer_with_more_sele
     assert more[1] <= more[0] + 1e-9 <= own + 2e-9
 
 
-def causal_options(forest, k, kind):
-    """Return options for the attention and for the selection."""
-    if kind == "windows":
-        return {}, {"near": 1, "top_k": 2}
-    order = cluster_keys(k, forest, chunk=8)
-    return {"clusters": order}, {"clusters": order, "top_k": 2, "beam": 4 if kind == "beam" else "exact"}
-
-
-@pytest.mark.parametrize("kind", ["windows", "clustered", "beam"])
-def test_causal_jacobian_is_exactly_zero(kind):
-    """Changing all tokens after i leaves outputs up to i the same, through selection and clusters too."""
+@pytest.mark.parametrize("beam", [None, "exact", 4])
+def test_causal_jacobian_is_exactly_zero(beam):
+    """Changing all tokens after i leaves outputs up to i the same, through the selection too."""
     forest = Hierarchy.regular([41], (4, 2), repeat_last=True, sinks=1)
     q, k, v = random_inputs(forest, 11)
 
     def run(q, k, v):
-        options, selecting = causal_options(forest, k, kind)
-        selection = select(q, k, forest, causal=True, **selecting)
-        return multiscale_attention(q, k, v, forest, selection=selection, causal=True, **options)
+        return multiscale_attention(q, k, v, forest, near=1, top_k=2, beam=beam, causal=True)
 
     out = run(q, k, v)
     for i in range(40):
@@ -184,17 +166,15 @@ def test_causal_jacobian_is_exactly_zero(kind):
             assert grad[i + 1 :].abs().max() == 0
 
 
-@pytest.mark.parametrize("kind", ["windows", "clustered", "beam"])
-def test_step_by_step_equals_the_full_pass(kind):
+@pytest.mark.parametrize("beam", [None, "exact", 4])
+def test_step_by_step_equals_the_full_pass(beam):
     """Each token over the tree up to itself gets the same result as in a pass over the whole tree."""
     length, branching = 48, (4, 2)
     full = Hierarchy.regular([length], branching, repeat_last=True)
     q, k, v = random_inputs(full, 13)
 
     def run(q, k, v, tree, queries=None):
-        options, selecting = causal_options(tree, k, kind)
-        selection = select(q, k, tree, queries=queries, causal=True, **selecting)
-        return multiscale_attention(q, k, v, tree, selection=selection, causal=True, **options)
+        return multiscale_attention(q, k, v, tree, queries=queries, near=1, top_k=2, beam=beam, causal=True)
 
     out = run(q, k, v, full)
     for i in range(length):
@@ -220,18 +200,15 @@ def test_gradcheck(causal, value_dim):
     assert torch.autograd.gradcheck(run, (q, k, v, positions, bias))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradcheck_with_clusters(causal):
+def test_gradcheck_with_clusters():
     forest = Hierarchy.regular([11], (2, 2), repeat_last=True)
     q, k, v = random_inputs(forest, 1, heads=2, kv_heads=1, dim=2, value_dim=2, requires_grad=True)
-    order = cluster_keys(k, forest, chunk=4 if causal else None)
-    selection = select(q, k, forest, top_k=1, clusters=order, causal=causal)
+    order = cluster_keys(k, forest)
+    selection = select(q, k, forest, top_k=1, clusters=order)
     bias = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
 
     def run(q, k, v, bias):
-        return multiscale_attention(
-            q, k, v, forest, selection=selection, clusters=order, causal=causal, pooled_bias=bias
-        )
+        return multiscale_attention(q, k, v, forest, selection=selection, clusters=order, pooled_bias=bias)
 
     assert torch.autograd.gradcheck(run, (q, k, v, bias))
 
@@ -403,7 +380,6 @@ def bad_calls():
 
     clustered = select(q, k, forest, top_k=1, clusters=order)
     plain = select(q, k, forest, top_k=1)
-    chunked = cluster_keys(k, forest, chunk=4)
 
     # options that clustered keys do not allow
     yield selecting(near=1, clusters=order), r"near: expected 0 with clusters, got 1. Clustered .* no neighbours"
@@ -412,19 +388,15 @@ def bad_calls():
     yield attend(positions=positions, clusters=order, selection=clustered), r"positions: expected None with clusters"
     yield attend(clusters=order), r"top_k: expected 1 or more for clustered keys.*, got 0"
     # causality
-    yield (
-        selecting(top_k=1, clusters=order, causal=True),
-        r"clusters: expected .*, got clusters of whole trees.*chunk=256",
-    )
-    yield (
-        attend(selection=clustered, clusters=order, causal=True),
-        r"clusters: expected .*, got clusters of whole trees",
-    )
+    some = Queries(torch.tensor([0, 12]), torch.tensor([0]), visible=torch.arange(1, 13))
+    instead = r"use hsa\.clustered_attention\(q, k, v, lengths, causal=True\)"
+    for call in (selecting, attend):
+        yield call(top_k=1, clusters=order, causal=True), rf"causal: expected False with clusters, got True.*{instead}"
+        yield call(top_k=1, clusters=order, queries=some), rf"queries.visible: expected None with clusters.*{instead}"
+    yield attend(selection=clustered, clusters=order, causal=True), rf"causal: expected False with clusters.*{instead}"
+    by_hand = Selection(clustered.families[:1], some)
+    yield attend(selection=by_hand, clusters=order), rf"queries.visible: expected None with clusters.*{instead}"
     yield attend(selection=plain, causal=True), r"selection: expected .*, got one made with causal=False"
-    yield (
-        attend(selection=select(q, k, forest, top_k=1, clusters=chunked), clusters=chunked, causal=True),
-        r"selection: expected .*, got one made with causal=False",
-    )
     yield selecting(top_k=1, causal=True, queries=Queries.families(forest)), r"leak later queries"
     yield selecting(causal=True, queries=elsewhere), r"causal: expected queries with `visible` or `leaves`, got neither"
     # selections and clusters made for other inputs
@@ -497,7 +469,6 @@ def bad_calls():
     yield attend(pooled_bias=None), r"pooled_bias: expected .*, got None"
     yield attend(scale=float("nan")), r"scale: expected a finite number.*, got nan"
     yield attend(scale=torch.tensor(1.0)), r"scale: expected .*, got tensor.*multiply q"
-    yield lambda: cluster_keys(k, forest, chunk=0), r"chunk: expected .*, got 0"
     yield lambda: Queries.windows(forest, 0), r"size: expected .*, got 0"
     # types and shapes
     yield attend(normalizer="entmax"), "normalizer: expected 'softmax' or an hsa.Entmax.*, got 'entmax'"

@@ -10,7 +10,7 @@ from hsa import Hierarchy, Queries, Selection, cluster_keys, multiscale_attentio
 from hsa.attention.multiscale import reference
 from hsa.attention.multiscale.call import SelectCall
 from hsa.attention.multiscale.leaf_families import leaf_families
-from hsa.attention.multiscale.neighbourhood import neighbourhood
+from hsa.attention.multiscale.neighbourhood import empty_neighbourhood, neighbourhood
 from hsa.attention.multiscale.visibility import key_limit
 from hsa.attention.rounds import rooted
 from tests.forests import forests, gradients, random_inputs, random_positions, windows
@@ -30,13 +30,15 @@ def best_of(selection, forest, top_k, heads):
 def by_definition(q, k, forest, selection, top_k, *, causal=False, clusters=None, positions=None, near=0):
     """Return the best families that the reference selects for the same groups."""
     forest, positions = rooted(forest, positions)
-    limit = key_limit(selection.queries, forest, causal)
+    queries = selection.queries
+    limit = key_limit(queries, forest, causal)
+    always = neighbourhood(queries, forest, near, limit) if clusters is None else empty_neighbourhood(queries, forest)
     call = SelectCall(
         q=q,
         k=k,
         hierarchy=forest,
-        queries=selection.queries,
-        neighbourhood=neighbourhood(selection.queries, forest, near, clusters, limit),
+        queries=queries,
+        neighbourhood=always,
         clusters=clusters,
         positions=positions,
         limit=limit,
@@ -57,12 +59,12 @@ def test_exact_search_equals_the_definition(forest, seed, near, top_k, causal, w
     assert best_of(selection, forest, top_k, 4) == by_definition(q, k, forest, selection, top_k, **options)
 
 
-@given(windows(), seeds, st.integers(1, 4), st.booleans())
-def test_exact_search_of_clusters_equals_the_definition(forest, seed, top_k, causal):
+@given(windows(), seeds, st.integers(1, 4))
+def test_exact_search_of_clusters_equals_the_definition(forest, seed, top_k):
     q, k, _ = random_inputs(forest, seed, heads=4)
-    order = cluster_keys(k, forest, chunk=6 if causal else None)
-    selection = select(q, k, forest, top_k=top_k, beam="exact", clusters=order, causal=causal)
-    expected = by_definition(q, k, forest, selection, top_k, clusters=order, causal=causal)
+    order = cluster_keys(k, forest)
+    selection = select(q, k, forest, top_k=top_k, beam="exact", clusters=order)
+    expected = by_definition(q, k, forest, selection, top_k, clusters=order)
     assert best_of(selection, forest, top_k, 4) == expected
 
 

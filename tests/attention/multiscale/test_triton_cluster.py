@@ -9,18 +9,17 @@ pytest.importorskip("triton")
 
 from hsa import Hierarchy
 from hsa import cluster_keys as without_kernels
-from hsa.attention.multiscale.cluster import chunk_of_leaf
 from hsa.attention.multiscale.triton import cluster as kernels
 from hsa.errors import Unsupported
-from tests.forests import forests, random_inputs, windows
+from tests.forests import forests, random_inputs
 from tests.interpreter import DEVICE
 
 seeds = st.integers(0, 10**6)
 
 
-def cluster_keys(k, tree, chunk):
+def cluster_keys(k, tree):
     """Run the kernels, on a GPU if there is one."""
-    return kernels.cluster_keys(k.to(DEVICE), tree.to(DEVICE), chunk).cpu()
+    return kernels.cluster_keys(k.to(DEVICE), tree.to(DEVICE)).cpu()
 
 
 def grouped_keys(sizes, dim, heads=2, dtype=torch.float32, seed=0):
@@ -60,7 +59,7 @@ def assert_permutation_inside_trees(order, forest):
 @given(forests(), seeds)
 def test_order_permutes_the_keys_of_each_tree_keeps_sinks_and_sorts_families(forest, seed):
     _, k, _ = random_inputs(forest, seed, dim=16, dtype=torch.float32)
-    order = cluster_keys(k, forest, None)
+    order = cluster_keys(k, forest)
     assert order.dtype == torch.int64
     assert_permutation_inside_trees(order, forest)
     s = forest.structure
@@ -69,16 +68,6 @@ def test_order_permutes_the_keys_of_each_tree_keeps_sinks_and_sorts_families(for
     family = torch.from_numpy(s.parent[s.leaf_nodes])
     for members in (family == f for f in family.unique()):
         assert (order[:, members].diff(dim=-1) > 0).all()
-
-
-@given(windows(), seeds, st.sampled_from([2, 3, 4, 8]))
-def test_incomplete_chunks_keep_their_order(forest, seed, chunk):
-    _, k, _ = random_inputs(forest, seed, dim=16, dtype=torch.float32)
-    order = cluster_keys(k, forest, chunk)
-    number, complete = chunk_of_leaf(forest, chunk)
-    assert (number[order.numpy()] == number).all()
-    open_end = ~torch.tensor(complete[number])
-    assert (order[:, open_end] == torch.arange(forest.num_leaves)[open_end]).all()
 
 
 @pytest.mark.parametrize(
@@ -95,15 +84,15 @@ def test_incomplete_chunks_keep_their_order(forest, seed, chunk):
 def test_same_families_as_without_kernels(sizes, dim, dtype):
     k = grouped_keys(sizes, dim, dtype=dtype, seed=1)  # a seed with gaps well above the rounding of float16
     tree = Hierarchy.regular([len(k)], sizes)
-    assert torch.equal(cluster_keys(k, tree, None), without_kernels(k, tree).order)
+    assert torch.equal(cluster_keys(k, tree), without_kernels(k, tree).order)
 
 
-def test_same_families_in_chunks_with_sinks():
-    k = torch.cat([grouped_keys((8, 2, 2), 16, seed=seed) for seed in range(5)])
+def test_same_families_with_sinks():
+    k = grouped_keys((8, 2, 2, 2), 16, seed=1)
     k = torch.cat([torch.zeros(1, 2, 16), k, torch.zeros(1, 2, 16)])
     tree = Hierarchy.regular([len(k)], (8, 2), repeat_last=True, sinks=(0, -1))
-    order = cluster_keys(k, tree, 32)
-    assert torch.equal(order, without_kernels(k, tree, chunk=32).order)
+    order = cluster_keys(k, tree)
+    assert torch.equal(order, without_kernels(k, tree).order)
     assert (order[:, 1:-1] != torch.arange(1, len(k) - 1)).any()
 
 
@@ -113,8 +102,8 @@ def test_large_nodes_are_projected_in_blocks_and_split_in_pieces(sizes, monkeypa
     expected = without_kernels(k, Hierarchy.regular([len(k)], sizes)).order
     small_programs(monkeypatch)
     tree = Hierarchy.regular([len(k)], sizes).to(DEVICE)
-    assert torch.equal(cluster_keys(k, tree, None), expected)
-    steps = tree.cached(("key steps", None), lambda: None).steps[::5]
+    assert torch.equal(cluster_keys(k, tree), expected)
+    steps = tree.cached("key steps", lambda: None).steps[::5]
     assert {kernels.MEASURE_BLOCKS, kernels.SPLIT_NODES} <= set(steps)
 
 
@@ -126,7 +115,7 @@ def test_as_good_as_without_kernels_for_keys_without_groups():
         members = torch.stack([k[order[head], head] for head in range(2)]).view(2, -1, 8, 16)
         return (members - members.mean(2, keepdim=True)).square().sum()
 
-    order, expected = cluster_keys(k, tree, None), without_kernels(k, tree).order
+    order, expected = cluster_keys(k, tree), without_kernels(k, tree).order
     assert spread_inside_families(order) < 1.05 * spread_inside_families(expected)
     assert spread_inside_families(order) < 0.8 * spread_inside_families(torch.arange(192).expand(2, -1))
 
@@ -134,10 +123,10 @@ def test_as_good_as_without_kernels_for_keys_without_groups():
 def test_order_does_not_depend_on_the_batch():
     lengths = [9, 100, 24, 70]
     k = torch.randn(sum(lengths), 2, 16)
-    together = cluster_keys(k, Hierarchy.regular(lengths, (4, 2), repeat_last=True), None)
+    together = cluster_keys(k, Hierarchy.regular(lengths, (4, 2), repeat_last=True))
     begin = 0
     for length in lengths:
-        alone = cluster_keys(k[begin : begin + length], Hierarchy.regular([length], (4, 2), repeat_last=True), None)
+        alone = cluster_keys(k[begin : begin + length], Hierarchy.regular([length], (4, 2), repeat_last=True))
         assert torch.equal(together[:, begin : begin + length], alone + begin)
         begin += length
 
@@ -149,7 +138,7 @@ def test_equal_keys_keep_their_order_and_nan_keys_are_not_lost(value, large, mon
     if large:
         small_programs(monkeypatch)
     forest = Hierarchy.regular([150], (4, 3), repeat_last=True)
-    order = cluster_keys(torch.full((150, 1, 16), value), forest, None)
+    order = cluster_keys(torch.full((150, 1, 16), value), forest)
     assert_permutation_inside_trees(order, forest)
     if value == value:
         assert torch.equal(order, torch.arange(150)[None])
@@ -158,14 +147,14 @@ def test_equal_keys_keep_their_order_and_nan_keys_are_not_lost(value, large, mon
 def test_strides_do_not_matter():
     forest = Hierarchy.regular([80], (4, 2), repeat_last=True)
     k = torch.randn(80, 2, 16)
-    expected = cluster_keys(k, forest, None)
-    assert torch.equal(cluster_keys(k.transpose(0, 1).contiguous().transpose(0, 1), forest, None), expected)
-    assert torch.equal(cluster_keys(k.mT.contiguous().mT, forest, None), expected)
+    expected = cluster_keys(k, forest)
+    assert torch.equal(cluster_keys(k.transpose(0, 1).contiguous().transpose(0, 1), forest), expected)
+    assert torch.equal(cluster_keys(k.mT.contiguous().mT, forest), expected)
 
 
 def test_operator_is_registered():
     forest = Hierarchy.regular([40], (4, 2), repeat_last=True, sinks=1).to(DEVICE)
-    plan = kernels._build(forest, None)
+    plan = kernels._build(forest)
     arguments = (torch.randn(40, 2, 16, device=DEVICE), plan.start, plan.slots, plan.table, plan.steps, 4)
     torch.library.opcheck(torch.ops.hsa.cluster_keys, arguments)
 

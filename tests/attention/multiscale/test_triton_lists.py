@@ -116,7 +116,6 @@ def attend(q, k, v, forest, selection, *, causal=False, clusters=None, include_s
         plan,
         limit=limit,
         leaves=queries.leaves,
-        order=order,
         include_self=include_self,
         pooled_bias=pooled_bias,
         scale=q.shape[-1] ** -0.5,
@@ -165,12 +164,12 @@ def check(
     return out
 
 
-def selecting(forest, *, queries=None, chunk=None, clustered=False, **options):
+def selecting(forest, *, queries=None, clustered=False, **options):
     """Return a function of q and k that returns a selection and the clusters of the keys."""
 
     def selected(q, k):
         q, k = q.detach(), k.detach()
-        order = cluster_keys(k, forest, chunk=chunk) if clustered else None
+        order = cluster_keys(k, forest) if clustered else None
         return select(q, k, forest, queries=queries, clusters=order, **options), order
 
     return selected
@@ -190,17 +189,6 @@ def test_clusters(forest, seed, top_k, size):
     forest = forest.to(DEVICE)
     queries = Queries.windows(forest, size)
     check(forest, seed, selecting(forest, queries=queries, clustered=True, top_k=top_k))
-
-
-@fewer
-@given(small, seeds, st.integers(0, 2), st.sampled_from([3, 8]), st.sampled_from([1, 4]))
-def test_causal_clusters(forest, seed, top_k, chunk, size):
-    """One query per group, or several if the selection does not depend on them."""
-    forest = forest.to(DEVICE)
-    top_k = top_k if size == 1 else 0
-    queries = Queries.windows(forest, size)
-    options = {"queries": queries, "clustered": True, "chunk": chunk, "top_k": top_k, "causal": True}
-    check(forest, seed, selecting(forest, **options), causal=True)
 
 
 @fewer
@@ -294,13 +282,18 @@ def test_queries_that_see_no_key_get_zero():
 
 def test_custom_operators(monkeypatch):
     calls = {}
+
+    def note(operator, arguments):
+        calls[operator, tuple(x is None for x in arguments)] = arguments
+
     for module in (pyramid, kernels):
         operator = module.operator
-        monkeypatch.setattr(module, "operator", lambda *args, of=operator: calls.update({of: args}) or of(*args))
+        monkeypatch.setattr(module, "operator", lambda *args, of=operator: note(of, args) or of(*args))
     forest = Hierarchy.regular([5], (2, 2)).to(DEVICE)
-    check(forest, 0, selecting(forest, causal=True, clustered=True, chunk=2), causal=True)
-    assert len(calls) == 2
-    for operator, arguments in calls.items():
+    check(forest, 0, selecting(forest, causal=True), causal=True)
+    check(forest, 0, selecting(forest, clustered=True, top_k=1))
+    assert len(calls) == 4  # with and without an order, with and without a limit
+    for (operator, _), arguments in calls.items():
         arguments = [
             x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x for x in arguments
         ]

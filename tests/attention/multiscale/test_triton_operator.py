@@ -20,12 +20,12 @@ def binary(leaves=60):
     return Hierarchy.regular([leaves], (4, 2), repeat_last=True).to(DEVICE)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_clusters_selection_and_gradients(causal):
+@pytest.mark.parametrize("way", ["clusters", "causal"])
+def test_clusters_selection_and_gradients(way):
     tree, (q, k, v) = binary(), inputs()
-    order = cluster_keys(k, tree, chunk=16, backend="triton")
-    groups = None if causal else Queries.windows(tree, 8)
-    options = {"queries": groups, "top_k": 2, "beam": 4, "clusters": order, "causal": causal}
+    shared = {"causal": True} if way == "causal" else {"clusters": cluster_keys(k, tree, backend="triton")}
+    groups = None if way == "causal" else Queries.windows(tree, 8)
+    options = {"queries": groups, "top_k": 2, "beam": 4, **shared}
     selection = select(q, k, tree, backend="triton", **options)
     by_torch = select(q, k, tree, backend="torch", **options)
     assert torch.equal(selection.families.sort(-1).values, by_torch.families.sort(-1).values)
@@ -33,7 +33,7 @@ def test_clusters_selection_and_gradients(causal):
     results = []
     for backend, dtype in (("triton", torch.float32), ("torch", torch.float64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-        out = multiscale_attention(*leaves, tree, selection=selection, clusters=order, causal=causal, backend=backend)
+        out = multiscale_attention(*leaves, tree, selection=selection, backend=backend, **shared)
         results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours.double(), expected, atol=2e-5, rtol=2e-5)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,8 @@ from hsa import Hierarchy, Queries, cluster_keys, select
 from hsa.attention.kernels.levels import levels
 from hsa.attention.multiscale import search as torch_search
 from hsa.attention.multiscale.call import SelectCall
-from hsa.attention.multiscale.neighbourhood import neighbourhood
+from hsa.attention.multiscale.leaf_families import leaf_families
+from hsa.attention.multiscale.neighbourhood import empty_neighbourhood, neighbourhood
 from hsa.attention.multiscale.pyramid import in_order
 from hsa.attention.multiscale.triton import beam as beam_search
 from hsa.attention.multiscale.triton import exact as exact_search
@@ -45,7 +47,7 @@ def search(q, k, forest, *, queries=None, near=0, top_k=1, beam="exact", cluster
         queries = Queries.windows(forest, 1) if causal else Queries.families(forest)
     forest, _ = rooted(forest)
     limit = key_limit(queries, forest, causal)
-    always = neighbourhood(queries, forest, near, clusters, limit)
+    always = neighbourhood(queries, forest, near, limit) if clusters is None else empty_neighbourhood(queries, forest)
     plan, tables = levels(forest), ranking.search_tables(forest)
     ranges = [None if always.bounds is None else torch.as_tensor(x).to(DEVICE) for x in (always.low, always.high)]
     groups = (queries.offsets.to(DEVICE), queries.tree.to(DEVICE), *ranges)
@@ -74,15 +76,18 @@ def on_device(tables):
 def expected(q, k, forest, *, top_k, clusters=None, **options):
     """Return the result of the PyTorch search of each group and head alone: others must not change a selection."""
     selected, scored = [], 0
+    widest = np.diff(leaf_families(rooted(forest)[0]).tree_offsets).max()
+    number = min(top_k, widest)  # no tree has more families to select
     repeat = q.shape[1] // k.shape[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_search, "TILE", 1)
         for head in range(q.shape[1]):
             kv = slice(head // repeat, head // repeat + 1)
-            order = clusters and type(clusters)(clusters.order[kv], clusters.chunk, 0, clusters.made_for)
+            order = clusters and type(clusters)(clusters.order[kv], 0, clusters.made_for)
             selection = select(q[:, head : head + 1], k[:, kv], forest, top_k=top_k, clusters=order, **options)
             nodes = selection.families[:, 0]
-            selected.append(nodes[:, -top_k:] if selection.scored else torch.full((len(nodes), top_k), -1))
+            best = nodes[:, -number:] if selection.scored else nodes[:, :0]
+            selected.append(F.pad(best, (0, top_k - best.shape[1]), value=-1))
             scored += selection.scored
     return torch.stack(selected, 1), scored
 
@@ -114,13 +119,11 @@ def test_any_forest(forest, seed, near, top_k, beam, causal):
 
 
 @few
-@given(windows(), seeds, st.integers(1, 3), beams, st.booleans())
-def test_clusters(forest, seed, top_k, beam, causal):
+@given(windows(), seeds, st.integers(1, 3), beams)
+def test_clusters(forest, seed, top_k, beam):
     q, k = inputs(forest, seed, heads=1)
-    order = cluster_keys(k, forest, chunk=6 if causal else None)
-    groups = None if causal else Queries.windows(forest, 5)
-    options = {"top_k": top_k, "beam": widths(beam, top_k), "causal": causal, "clusters": order, "queries": groups}
-    check(q, k, forest, **options)
+    options = {"clusters": cluster_keys(k, forest), "queries": Queries.windows(forest, 5)}
+    check(q, k, forest, top_k=top_k, beam=widths(beam, top_k), **options)
 
 
 @pytest.mark.parametrize("beam", ["exact", 4])
@@ -226,7 +229,7 @@ def test_searches_that_do_not_fit_are_refused():
     def why_not(tree, top_k, width, near=True):
         q = torch.empty(tree.num_leaves, 1, 64, device=DEVICE)
         queries = Queries.families(tree)
-        always = neighbourhood(queries, tree, 0, None, None)
+        always = neighbourhood(queries, tree, 0, None)
         call = SelectCall(
             q=q,
             k=q,

@@ -10,6 +10,7 @@ bounds). The tree is new here: its pooled nodes keep the mass of the keys that a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ from hsa.tree.jagged import few
 
 ITERATIONS = 1
 """Number of power iterations for a principal direction, after one first product. An approximate direction is enough."""
+NUMBERS = {"cpu": 2**18, "cuda": 2**26}
+"""Number of coordinates of keys to cluster at once. On a CPU, blocks that fit its cache are several times faster."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,72 +69,96 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool, order: Te
     Args:
         order: `ClusteredKeys.order`, if it is known.
     """
-    keys, values = chunks_of(k, layout), chunks_of(v, layout)  # [kv_heads, chunks, keys, dim]
-    if not windows:
-        if order is None:
-            order = cluster_order(keys, layout.shape).flatten(1)
-        by_chunk = order.unflatten(1, (layout.num_chunks, layout.shape.chunk))
-        keys, values = take(keys, by_chunk), take(values, by_chunk)
+    shape, chunks = layout.shape, layout.num_chunks
+    first = torch.from_numpy(layout.chunk_rows).to(k.device)[:, None]  # [chunks, 1]
+    rows = first + torch.arange(shape.chunk, device=k.device)  # [chunks, keys]
+    if not windows and order is None:
+        order = cluster_order(chunks_of(k, rows, layout), shape).flatten(1)
+    by_head = [rows] * k.shape[1] if order is None else [first + x.view(chunks, shape.chunk) for x in order]
+    table = table_of(k, by_head, layout)
     return ClusteredKeys(
-        k=table_of(keys, layout.shape),
-        v=table_of(values, layout.shape),
-        spread=spreads_of(keys, layout.shape).flatten(1, 2),
+        k=table,
+        v=table_of(v, by_head, layout),
+        spread=spreads_of(table[:, : rows.numel()].unflatten(1, (chunks * shape.groups, shape.group))),
         order=order,
         chunks=tuple(int(n) for n in layout.chunks[1:] - layout.chunks[:-1]),
-        shape=layout.shape,
+        shape=shape,
     )
 
 
-def chunks_of(x: Tensor, layout: Layout) -> Tensor:
-    """Return the complete chunks `[kv_heads, chunks, keys, dim]` of rows `[keys, kv_heads, dim]` of all sequences."""
-    chunk = layout.shape.chunk
-    if len(layout.lengths) == 1:
-        rows = x[: layout.num_chunks * chunk]
-    else:
-        first = torch.from_numpy(layout.chunk_rows).to(x.device)
-        rows = x.index_select(0, (first[:, None] + torch.arange(chunk, device=x.device)).flatten())
-    return rows.unflatten(0, (layout.num_chunks, chunk)).permute(2, 0, 1, 3)
+def chunks_of(x: Tensor, rows: Tensor, layout: Layout) -> Tensor:
+    """Return the complete chunks `[kv_heads, chunks, keys, dim]` of x `[keys, kv_heads, dim]`, given their rows."""
+    x = x[: rows.numel()] if len(layout.lengths) == 1 else x.index_select(0, rows.flatten())
+    return x.unflatten(0, rows.shape).permute(2, 0, 1, 3)
 
 
-def take(x: Tensor, order: Tensor) -> Tensor:
-    """Return rows `[…, rows, dim]` in another order `[…, rows]`."""
-    return x.gather(-2, order.long()[..., None].expand(*order.shape, x.shape[-1]))
+def _blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield `[kv_heads, parts, keys, dim]` in blocks of parts, as `[kv_heads · parts, keys, dim]`, wide enough for sums."""
+    dtype, most = torch.promote_types(x.dtype, torch.float32), NUMBERS.get(x.device.type, NUMBERS["cpu"])
+    step = max(1, most // max(1, x[:, :1].numel()))
+    for begin in range(0, x.shape[1], step):
+        part = slice(begin, begin + step)
+        yield part, x[:, part].to(dtype).flatten(0, 1)
 
 
 @torch.no_grad()
 def cluster_order(keys: Tensor, shape: Shape) -> Tensor:
-    """Return `[…, keys]` the order that puts similar keys of a chunk into the same group.
+    """Return `[kv_heads, chunks, keys]` the order that puts similar keys `[kv_heads, chunks, keys, dim]` into one group.
 
     The first key of a chunk is always in the first group, and keys of a group are in their own order.
     """
-    dtype = torch.promote_types(keys.dtype, torch.float32)
-    members = keys.to(dtype)[..., None, :, :]  # [kv_heads, chunks, parts, keys, dim]
-    order = torch.arange(shape.chunk, device=keys.device).expand(*members.shape[:-1]).contiguous()
-    while (size := members.shape[-2]) > shape.group:
-        coordinate = principal_coordinate(members).nan_to_num_(torch.finfo(dtype).max)
-        halves = coordinate.sort(dim=-1, stable=True).indices.unflatten(-1, (2, size // 2)).sort(-1).values
+    order = keys.new_empty(keys.shape[:3], dtype=torch.int16)
+    for part, members in _blocks(keys):
+        order[:, part] = split_chunks(members, shape.group).view(len(keys), -1, shape.chunk)
+    return order
+
+
+@torch.no_grad()
+def spreads_of(keys: Tensor) -> Tensor:
+    """Return `[kv_heads, groups, dim]` the principal directions of groups times their standard deviation.
+
+    Args:
+        keys: `[kv_heads, groups, keys, dim]`.
+    """
+    spread = keys.new_empty(*keys.shape[:2], keys.shape[3])
+    for part, members in _blocks(keys):
+        along, direction = principal(members)
+        deviation = along.square().mean(1, keepdim=True).sqrt()
+        spread[:, part] = (direction.squeeze(1) * deviation).view(len(keys), -1, keys.shape[3])
+    return spread
+
+
+def split_chunks(members: Tensor, group: int) -> Tensor:
+    """Return the order `[chunks, keys]` that splits chunks `[chunks, keys, dim]` into groups."""
+    chunks, size, dim = members.shape
+    order = torch.arange(size, device=members.device).expand(chunks, size)
+    while (size := members.shape[1]) > group:
+        coordinate, _ = principal(members)
+        # The larger half of a part comes second; both keep their order.
+        halves = coordinate.nan_to_num_(torch.finfo(members.dtype).max).sort(dim=1, stable=True).indices
+        halves = halves.view(chunks, -1, 2, size // 2).sort(-1).values  # [chunks, parts, halves, keys]
         # The half with the first key of the chunk, the first member of the first part, comes first.
-        first = halves[..., :1, :, :]
-        halves[..., :1, :, :] = torch.where(first[..., 1:, :1] == 0, first.flip(-2), first)
-        order = order.gather(-1, halves.flatten(-2)).unflatten(-1, (2, size // 2)).flatten(-3, -2)
-        members = take(members, halves.flatten(-2)).unflatten(-2, (2, size // 2)).flatten(-4, -3)
-    return order.flatten(-2).to(torch.int16)
+        first = halves[:, 0]
+        halves[:, 0] = torch.where(first[:, 1:, :1] == 0, first.flip(1), first)
+        moved = halves.view(-1, size) + torch.arange(0, order.numel(), size, device=members.device)[:, None]
+        order = order.reshape(-1).index_select(0, moved.view(-1))
+        members = members.reshape(-1, dim).index_select(0, moved.view(-1)).view(-1, size // 2, dim)
+    return order.view(chunks, -1)
 
 
-def principal_coordinate(members: Tensor) -> Tensor:
-    """Return coordinates `[…, size]` along the first principal direction of `[…, size, dim]`, by power iteration."""
-    centred = members - members.mean(-2, keepdim=True)
-    return _principal_vector(centred)[0].squeeze(-1)
+def principal(members: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the coordinates `[parts, size]` of keys `[parts, size, dim]` along their first principal direction.
 
-
-def _principal_vector(centred: Tensor) -> tuple[Tensor, Tensor]:
-    """Return coordinates `[…, size, 1]` along a principal direction, and the direction `[…, 1, dim]`, a unit vector."""
-    direction = start_direction(centred.shape[-1], centred.device).to(centred.dtype)[:, None]
+    Also return the direction, unit vectors `[parts, 1, dim]`. The direction is that of a power iteration.
+    """
+    centred = members - members.mean(1, keepdim=True)
+    along = centred @ start_direction(members.shape[2], members.device).to(members.dtype)
     for _ in range(ITERATIONS + 1):
-        direction = centred.transpose(-1, -2) @ (centred @ direction)
-        length = direction.norm(dim=-2, keepdim=True)
-        direction = direction / torch.where(length > 0, length, torch.ones_like(length))
-    return centred @ direction, direction.transpose(-1, -2)
+        direction = torch.bmm(along[:, None], centred)
+        length = direction.norm(dim=2, keepdim=True)
+        direction = direction / length.masked_fill_(length == 0, 1)
+        along = (centred * direction).sum(2)  # faster than a product with a vector per part
+    return along, direction
 
 
 def start_direction(dim: int, device: torch.device) -> Tensor:
@@ -139,23 +166,25 @@ def start_direction(dim: int, device: torch.device) -> Tensor:
     return torch.arange(1, dim + 1, device=device, dtype=torch.float64).mul(2.4).cos()
 
 
-@torch.no_grad()
-def spreads_of(keys: Tensor, shape: Shape) -> Tensor:
-    """Return `[kv_heads, chunks, groups, dim]` the principal direction of each group times its standard deviation."""
-    dtype = torch.promote_types(keys.dtype, torch.float32)
-    members = keys.to(dtype).unflatten(-2, (shape.groups, shape.group))
-    centred = members - members.mean(-2, keepdim=True)
-    coordinate, direction = _principal_vector(centred)
-    return (direction * coordinate.square().mean(-2, keepdim=True).sqrt()).squeeze(-2).to(keys.dtype)
+def table_of(x: Tensor, rows: list[Tensor], layout: Layout) -> Tensor:
+    """Return the table `[kv_heads, rows, dim]` of keys or values `[keys, kv_heads, dim]`, given the rows of each head."""
+    pairs = zip(x.unbind(1), rows, strict=True)
+    heads = (_rows_and_means(head.index_select(0, index.flatten()), layout) for head, index in pairs)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return torch.stack(list(heads))
+    table = x.new_empty(x.shape[1], layout.num_chunks * sum(layout.shape.rows), x.shape[2])
+    for head, rows_of_head in zip(table, heads, strict=True):
+        head.copy_(rows_of_head)
+    return table
 
 
-def table_of(rows: Tensor, shape: Shape) -> Tensor:
-    """Return `[kv_heads, rows, dim]`: keys or values `[kv_heads, chunks, keys, dim]`, then the means of each level."""
+def _rows_and_means(rows: Tensor, layout: Layout) -> Tensor:
+    """Return keys or values `[keys, dim]` of one head, then the means of groups, of nodes and of chunks."""
     levels, wide = [rows], rows.to(torch.promote_types(rows.dtype, torch.float32))
-    for size in shape.branching:
-        wide = wide.unflatten(2, (-1, size)).mean(3)
+    for size, per_chunk in zip(layout.shape.branching, layout.shape.rows[1:], strict=True):
+        wide = wide.view(layout.num_chunks * per_chunk, size, wide.shape[1]).mean(1)
         levels.append(wide.to(rows.dtype))
-    return torch.cat([level.flatten(1, 2) for level in levels], 1)
+    return torch.cat(levels)
 
 
 def clustering_operations(chunks: int, kv_heads: int, dim: int, shape: Shape) -> int:

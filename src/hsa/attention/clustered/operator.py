@@ -28,7 +28,7 @@ from hsa.attention.clustered.call import ClusteredCall, SelectCall
 from hsa.attention.clustered.keys import ClusteredKeys, build_keys, check_keys
 from hsa.attention.clustered.layout import BRANCHING, TILE, Layout, Shape, layout_of
 from hsa.attention.clustered.selection import TileSelection
-from hsa.attention.clustered.why_not import why_not_shape, why_not_triton, why_not_triton_select
+from hsa.attention.clustered.why_not import why_not_cluster, why_not_triton, why_not_triton_select
 from hsa.attention.dispatch import Backend, choose, connected
 from hsa.attention.kernels import available
 from hsa.attention.multiscale.operator import per_head
@@ -101,7 +101,7 @@ def cluster(
 
 
 def _build(k: Tensor, v: Tensor, layout: Layout, windows: bool) -> ClusteredKeys:
-    if needs_gradient(k, v) or available.why_not(k, v, "auto") or why_not_shape(layout.shape):
+    if needs_gradient(k, v) or why_not_cluster(k, v, layout.shape):
         return build_keys(k, v, layout, windows=windows)
     from hsa.attention.clustered.triton.cluster import build_keys as build_by_kernel
 
@@ -173,7 +173,8 @@ def clustered_attention(
 def clustered_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Any = ..., *, return_lse: Literal[True], **options: Any
 ) -> tuple[Tensor, Tensor]: ...
-def clustered_attention(  # type: ignore[misc]
+@torch.compiler.disable
+def clustered_attention(
     q: Float[Tensor, "queries heads dim"],
     k: Float[Tensor, "keys kv_heads dim"],
     v: Float[Tensor, "keys kv_heads value_dim"],

@@ -13,7 +13,6 @@ so that every query sees every key exactly once.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -94,29 +93,23 @@ class Intervals:
 
     Attributes:
         begin, end: For keys (one interval per group), groups, nodes and chunks: `[…, number of them]`.
-        log_count: Logarithm of the number of keys of a row, by level.
     """
 
     begin: tuple[Tensor, ...]
     end: tuple[Tensor, ...]
-    log_count: tuple[float, ...]
 
 
 def intervals_of(first: Tensor, layout: Layout, rows: int) -> Intervals:
     """Return the intervals of a tile with this number of queries, from `first` `[…, groups]`."""
-    shape = layout.shape
+    _, per_node, nodes = layout.shape.branching
     group = first.clamp(max=rows).to(torch.int16)
-    node = group.unflatten(-1, (-1, shape.branching[1])).amin(-1)
-    chunk = node.unflatten(-1, (-1, shape.branching[2])).amin(-1)
+    node = group.unflatten(-1, (-1, per_node)).amin(-1)
+    chunk = node.unflatten(-1, (-1, nodes)).amin(-1)
+    from_node = node[..., None].expand(*node.shape, per_node).flatten(-2)
+    from_chunk = chunk[..., None].expand(*chunk.shape, nodes).flatten(-2)
     return Intervals(
-        begin=(
-            group,
-            node.repeat_interleave(shape.branching[1], -1),
-            chunk.repeat_interleave(shape.branching[2], -1),
-            torch.zeros_like(chunk),
-        ),
+        begin=(group, from_node, from_chunk, torch.zeros_like(chunk)),
         end=(torch.full_like(group, rows), group, node, chunk),
-        log_count=(0.0, math.log(shape.group), math.log(shape.node), math.log(shape.chunk)),
     )
 
 
@@ -125,17 +118,30 @@ class Lists:
     """Rows of the tables that are active for some query of a tile, one list after another, padded to the longest.
 
     Attributes:
-        rows: `[…, entries]` rows of the tables of the visible chunks; 0 for padding.
-        begin, end: `[…, entries]` interval of queries; empty for padding.
-        log_count: `[…, entries]` logarithm of the number of keys.
+        entries: `[…, entries]` int64. From the highest bit on: row, level, begin and end. Padding repeats the first row of
+            the list, with an empty interval.
+        bits: Number of bits of begin and of end.
         lengths: `[…]` number of entries without padding.
     """
 
-    rows: Tensor
-    begin: Tensor
-    end: Tensor
-    log_count: Tensor
+    entries: Tensor
+    bits: int
     lengths: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """Rows of the tables."""
+        return self.entries >> (2 * self.bits + 2)
+
+    @property
+    def level(self) -> Tensor:
+        """Level of each row: 0 for keys, 1 for groups, 2 for nodes, 3 for chunks."""
+        return self.entries >> (2 * self.bits) & 3
+
+    @property
+    def interval(self) -> Tensor:
+        """Queries for which each row is active, as one number: begin · 2^bits + end."""
+        return self.entries & ((1 << 2 * self.bits) - 1)
 
 
 def lists_of(first: Tensor, layout: Layout, rows: int, first_chunk: int) -> Lists:
@@ -143,36 +149,27 @@ def lists_of(first: Tensor, layout: Layout, rows: int, first_chunk: int) -> List
 
     The groups are those of consecutive chunks from `first_chunk` on.
     """
-    shape, total = layout.shape, layout.num_chunks
-    intervals = intervals_of(first.flatten(0, -2), layout, rows)
-    number, begin, end, count, owner = [], [], [], [], []
-    base = 0
+    shape, bits, flat = layout.shape, rows.bit_length(), first.flatten(0, -2)
+    intervals = intervals_of(flat, layout, rows)
+    lengths = torch.zeros(len(flat), dtype=torch.int64, device=first.device)
+    parts, base = [], 0  # parts: list, place in the list, and entry
     for level, per_chunk in enumerate(shape.rows):
         active = intervals.begin[level] < intervals.end[level]
         which, index = active.nonzero(as_tuple=True)
-        low, high = intervals.begin[level][which, index], intervals.end[level][which, index]
-        start = base + first_chunk * per_chunk
-        if level == 0:  # an interval per group
-            keys = torch.arange(shape.group, device=first.device)
-            index = (index[:, None] * shape.group + keys).flatten()
-            which, low, high = (x.repeat_interleave(shape.group) for x in (which, low, high))
-        number.append(start + index)
-        begin.append(low)
-        end.append(high)
-        count.append(torch.full_like(low, intervals.log_count[level], dtype=torch.float64))
-        owner.append(which)
-        base += total * per_chunk
-    which = torch.cat(owner)
-    order = which.argsort(stable=True)
-    which = which[order]
-    lengths = torch.bincount(which, minlength=first.flatten(0, -2).shape[0])
-    slot = torch.arange(len(which), device=first.device) - (lengths.cumsum(0) - lengths)[which]
-    longest = int(lengths.max()) if len(lengths) else 0
-
-    def padded(parts: list[Tensor]) -> Tensor:
-        values = torch.cat(parts)[order]
-        out = values.new_zeros(len(lengths), longest)
-        out[which, slot] = values
-        return out.unflatten(0, first.shape[:-1])
-
-    return Lists(padded(number), padded(begin), padded(end), padded(count), lengths.view(first.shape[:-1]))
+        number = active.sum(1)
+        rank = torch.arange(len(which), device=first.device) - (number.cumsum(0) - number)[which]
+        size = shape.group if level == 0 else 1  # all keys of a group have one interval
+        row = base + first_chunk * per_chunk + index * size
+        low, high = (x[active].long() for x in (intervals.begin[level], intervals.end[level]))
+        entry = (((row << 2 | level) << bits | low) << bits) | high
+        inside = torch.arange(size, device=first.device)
+        place = (lengths[which] + rank * size)[:, None] + inside
+        parts.append((which[:, None], place, entry[:, None] + (inside << 2 * bits + 2)))
+        lengths = lengths + number * size
+        base += layout.num_chunks * per_chunk
+    entries = torch.full((len(flat), int(lengths.max()) if len(flat) else 0), -1, device=first.device)
+    for which, place, entry in parts:
+        entries[which, place] = entry
+    empty = entries[:, :1] >> 2 * bits << 2 * bits  # the first row of the list, for no query
+    entries = torch.where(entries < 0, empty, entries)
+    return Lists(entries.unflatten(0, first.shape[:-1]), bits, lengths.view(first.shape[:-1]))

@@ -1,13 +1,17 @@
 """Backend "torch" of clustered attention: dense scores of all groups, then a gathered list per tile and head.
 
-Tiles of one sequence that see the same chunks are processed together, as many as fit into a block of memory.
+Tiles of one sequence that see the same chunks are a block: their groups are scored together, and their lists are built
+together. Lists of similar length are then read together. Logits are laid out as `[keys, queries]`, so that a row of a table
+is active for a range of one row of logits.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -18,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from hsa.attention.clustered.call import ClusteredCall, SelectCall
 from hsa.attention.clustered.keys import ClusteredKeys, build_keys
 from hsa.attention.clustered.layout import Layout
-from hsa.attention.clustered.selection import NEVER, TileSelection, lists_of
+from hsa.attention.clustered.selection import NEVER, Lists, TileSelection, lists_of
+from hsa.tree.lasting import lasting
 
-SCORES = {"cpu": 2**21, "cuda": 2**26}
-"""Number of scores in memory at once."""
+SCORES = {"cpu": 2**20, "cuda": 2**26}
+"""Number of scores in memory at once, unless a single tile has more. On a CPU, they fit its cache."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +75,34 @@ def blocks(layout: Layout, tiles_at_once: int) -> Iterator[Block]:
         begin = end
 
 
+def _scores_at_once(x: Tensor) -> int:
+    return SCORES.get(x.device.type, SCORES["cpu"])
+
+
+def _tiles_at_once(q: Tensor, layout: Layout) -> int:
+    """Return the number of tiles whose estimates are in memory at once: two per query, head and group."""
+    per_tile = 2 * q.shape[1] * layout.shape.tile * layout.shape.groups * int(layout.tile_chunks.max(initial=1))
+    return max(1, _scores_at_once(q) // max(1, per_tile))
+
+
+def _queries(q: Tensor, scale: float, block: Block) -> Tensor:
+    """Return the scaled queries of a block `[heads, tiles, queries, dim]`, in a dtype that is wide enough for sums."""
+    q = q[block.rows].to(torch.promote_types(q.dtype, torch.float32)).transpose(0, 1).contiguous() * scale
+    return q.view(len(q), block.tiles, block.queries, q.shape[2])
+
+
 @torch.no_grad()
 def select(call: SelectCall) -> TileSelection:
     """Compute `hsa.select_groups` from checked arguments."""
-    layout, keys = call.layout, call.keys
+    layout = call.layout
     first = call.q.new_empty(int(layout.tile_offset[-1]) * layout.shape.groups * call.lists, dtype=torch.uint8)
     result = TileSelection(first, layout, call.lists)
     cut = {int(tile): s for s, tile in enumerate(layout.first_tiles) if tile >= 0 and layout.is_cut(s)}
-    scores = SCORES.get(call.q.device.type, SCORES["cpu"])
-    most = max(1, scores // max(1, call.q.shape[1] * layout.shape.tile * int(layout.tile_chunks.max(initial=1))))
-    for block in blocks(layout, most):
+    table = _estimate_table(call)
+    for block in blocks(layout, _tiles_at_once(call.q, layout)):
         if block.chunks == 0:
             continue
-        opening = _first_rows(call, keys, block)
+        opening = _first_rows(call, table, block)
         if block.tile in cut and call.opened is not None:
             before = call.opened[cut[block.tile], :, : opening.shape[-1]]
             opening[0, :, : before.shape[-1]].masked_fill_(before, 0)
@@ -90,59 +110,102 @@ def select(call: SelectCall) -> TileSelection:
     return result
 
 
-def _first_rows(call: SelectCall, keys: ClusteredKeys, block: Block) -> Tensor:
-    """Return `[tiles, lists, groups]` the first query of each tile for which a group is open."""
-    layout, shape = call.layout, call.layout.shape
-    kv_heads, heads = len(keys.k), call.q.shape[1]
+def _estimate_table(call: SelectCall) -> Tensor:
+    """Return `[kv_heads, chunks, signs, groups, dim + 1]`: the means of groups ± their spreads, and 1.
+
+    The larger one of the two products with (q, log |G|) is the estimate of a group.
+    """
+    shape, chunks = call.layout.shape, call.layout.num_chunks
     dtype = torch.promote_types(call.q.dtype, torch.float32)
-    q = (call.q[block.rows].to(dtype) * call.scale).transpose(0, 1)  # [heads, rows, dim]
-    q = q.unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [kv_heads, heads of a group · rows, dim]
-    begin = layout.num_chunks * shape.chunk + block.first_chunk * shape.groups
-    groups = slice(begin, begin + block.chunks * shape.groups)
-    mean = torch.matmul(q, keys.k[:, groups].to(dtype).transpose(1, 2)).add_(math.log(shape.group))
-    if call.threshold is not None:
-        bound = _normalizer(call, keys, block, q) + math.log(call.threshold)
+    begin = chunks * shape.chunk
+    table = call.keys.k[:, begin : begin + chunks * shape.groups].to(dtype).unflatten(1, (chunks, 1, shape.groups))
     if call.spread:
-        spreads = slice(block.first_chunk * shape.groups, (block.first_chunk + block.chunks) * shape.groups)
-        spread = torch.matmul(q, keys.spread[:, spreads].to(dtype).transpose(1, 2))
-        mean.add_(spread.abs_(), alpha=call.spread)
-    if call.threshold is None:
-        assert call.top_k is not None
-        number = min(call.top_k, mean.shape[-1])
-        bound = mean.topk(number, -1).values[..., -1:] if number else mean.new_full((*mean.shape[:-1], 1), math.inf)
-    wanted = (mean >= bound).view(heads, block.tiles, block.queries, -1)
-    if call.lists < heads:
-        wanted = wanted.unflatten(0, (kv_heads, -1)).any(1)
-    opened = wanted.any(2)
-    first = (
-        wanted.to(torch.uint8).argmax(2).to(torch.uint8)
-        if layout.causal
-        else torch.zeros_like(opened, dtype=torch.uint8)
-    )
-    first = first.masked_fill_(~opened, NEVER)
+        spread = call.keys.spread.to(dtype).unflatten(1, (chunks, 1, shape.groups)) * call.spread
+        table = torch.cat([table + spread, table - spread], 2)
+    return F.pad(table, (0, 1), value=1.0)
+
+
+def _first_rows(call: SelectCall, table: Tensor, block: Block) -> Tensor:
+    """Return `[tiles, lists, groups]` the first query of each tile for which a group is open."""
+    q = _queries(call.q, call.scale, block)
+    table = table[:, block.first_chunk : block.first_chunk + block.chunks]
+    margins = _margins(call, q, table, block).view(-1, block.queries)
+    first = torch.full((len(margins),), NEVER, dtype=torch.uint8, device=q.device)
+    opened = (margins.amax(1) >= 0).nonzero().squeeze(1)  # few: only they are searched for the first query
+    if call.layout.causal:
+        first[opened] = (margins.index_select(0, opened) >= 0).to(torch.uint8).argmax(1).to(torch.uint8)
+    else:
+        first[opened] = 0
+    first = first.view(*table.shape[:4], len(q) // len(table), block.tiles).amin(2)
+    if call.lists < len(q):
+        first = first.amin(3, keepdim=True)
+    first = first.permute(4, 0, 3, 1, 2).reshape(block.tiles, call.lists, -1)
     first[..., 0] = 0  # the group of the first key, a sink in most models
-    return first.transpose(0, 1)
+    return first
 
 
-def _normalizer(call: SelectCall, keys: ClusteredKeys, block: Block, q: Tensor) -> Tensor:
-    """Return `[kv_heads, rows, 1]` the log-sum-exp of the exact logits and of the pooled nodes."""
+def _margins(call: SelectCall, q: Tensor, table: Tensor, block: Block) -> Tensor:
+    """Return products of the table with queries `[kv_heads, rows of the table, queries]`, less what a group must have."""
+    rows, log_count = q.view(len(table), -1, q.shape[3]), math.log(call.layout.shape.group)
+    if call.threshold is not None:
+        bound = _normalizer(call, q, block).view(*rows.shape[:2], 1) + (math.log(call.threshold) - log_count)
+        unknown = bound.isnan()  # queries with NaN want nothing, and must not affect the others of their tile
+        rows = torch.cat([rows.masked_fill(unknown, 0), -bound.masked_fill(unknown, math.inf)], -1)
+        return torch.bmm(table.flatten(1, 3), rows.transpose(1, 2))
+    assert call.top_k is not None
+    estimates = torch.bmm(table.flatten(1, 3), F.pad(rows, (0, 1), value=log_count).transpose(1, 2))
+    best = estimates.view(*table.shape[:4], -1).amax(2).flatten(1, 2)
+    number = min(call.top_k, best.shape[1])
+    bound = best.topk(number, 1).values[:, -1:] if number else best.new_full((1, 1, 1), math.inf)
+    return estimates.sub_(bound).nan_to_num_(-math.inf)
+
+
+def _normalizer(call: SelectCall, q: Tensor, block: Block) -> Tensor:
+    """Return `[heads, tiles, queries]` the log-sum-exp of the exact logits and of the pooled nodes."""
     layout, shape = call.layout, call.layout.shape
     begin = layout.num_chunks * (shape.chunk + shape.groups) + block.first_chunk * shape.rows[2]
-    nodes = slice(begin, begin + block.chunks * shape.rows[2])
-    pooled = torch.matmul(q, keys.k[:, nodes].to(q.dtype).transpose(1, 2)) + math.log(shape.node)
-    exact = _exact_logits(q, call.k, block, layout)
-    return torch.cat([pooled, exact], -1).logsumexp(-1, keepdim=True)
+    nodes = call.keys.k[:, begin : begin + block.chunks * shape.rows[2]].to(q.dtype)
+    pooled = torch.bmm(nodes, q.view(len(nodes), -1, q.shape[3]).transpose(1, 2))
+    lse = _softmax(pooled)[2].view(q.shape[:3]) + math.log(shape.node)
+    for tiles in _spans(block, layout):
+        exact = _softmax(_exact_logits(q[:, tiles], call.k, block, tiles, layout))[2]
+        lse[:, tiles] = torch.logaddexp(lse[:, tiles], exact.view(len(q), -1, block.queries))
+    return lse
 
 
-def _exact_logits(q: Tensor, k: Tensor, block: Block, layout: Layout) -> Tensor:
-    """Return `[kv_heads, rows, exact keys]`, −∞ for keys that a query does not see. Queries are scaled."""
-    last = block.end + (block.tiles * block.queries - 1 if layout.causal else 0)
-    logits = torch.matmul(q, k[block.exact : last].to(q.dtype).permute(1, 2, 0))
+def _spans(block: Block, layout: Layout) -> list[slice]:
+    """Return the tiles of a block in parts that see the same exact keys, apart from causality inside a tile."""
     if layout.causal:
-        row = torch.arange(block.tiles * block.queries, device=q.device)
-        hidden = torch.arange(block.exact, last, device=q.device) >= (block.end + row)[:, None]
-        logits = logits.unflatten(1, (-1, len(row))).masked_fill(hidden, -math.inf).flatten(1, 2)
+        return [slice(i, i + 1) for i in range(block.tiles)]
+    return [slice(0, block.tiles)] if block.exact < block.end else []
+
+
+def _exact_rows(block: Block, tiles: slice, layout: Layout) -> slice:
+    """Return the rows of k that the last query of some tiles of a block sees exactly."""
+    return slice(block.exact, block.end + (tiles.stop * block.queries - 1 if layout.causal else 0))
+
+
+def _exact_logits(q: Tensor, k: Tensor, block: Block, tiles: slice, layout: Layout) -> Tensor:
+    """Return `[kv_heads, exact keys, heads of each · tiles · queries]`, −∞ for keys that a query does not see."""
+    k = k[_exact_rows(block, tiles, layout)].to(q.dtype).transpose(0, 1)
+    logits = torch.bmm(k, q.reshape(len(k), -1, q.shape[3]).transpose(1, 2))
+    later = block.queries - 1 if layout.causal else 0  # number of keys that the first query does not see
+    if later:
+        hidden = torch.ones(later, block.queries, dtype=torch.bool, device=q.device).tril_()
+        last = logits[:, logits.shape[1] - later :]
+        last.view(*last.shape[:2], -1, block.queries).masked_fill_(hidden[:, None], -math.inf)
     return logits
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights of logits `[batch, keys, queries]`, which are overwritten, their sums, and their log-sum-exp.
+
+    Weights are relative to the largest one of a query, so that their sum is at least 1 if the query sees any key.
+    """
+    largest = logits.detach().amax(1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
+    weights = logits.sub_(largest).exp_()
+    mass = weights.sum(1).clamp(min=1)
+    return weights, mass, mass.log() + largest.squeeze(1)
 
 
 @torch.compiler.disable(reason="the torch backend of hsa.clustered_attention depends on values, such as the lists")
@@ -150,48 +213,127 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     """Compute `hsa.clustered_attention` from checked arguments: the output and its log-sum-exp `[queries, heads]`."""
     keys = call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows)
     selection = call.selection or select(call.select(keys))
-    outputs = []
-    for block in blocks(call.layout, 1):
-        if call.needs_gradient:
-            outputs.append(checkpoint(_attend, call, keys, selection, block, use_reentrant=False))
-        else:
-            outputs.append(_attend(call, keys, selection, block))
-    if not outputs:
-        return call.q.new_empty(0, call.q.shape[1], call.v.shape[2]), call.q.new_empty(0, call.q.shape[1])
-    return torch.cat([out for out, _ in outputs]), torch.cat([lse for _, lse in outputs])
+    every = blocks(call.layout, _tiles_at_once(call.q, call.layout))
+    if call.needs_gradient and call.layout.num_tiles:
+        parts = [checkpoint(_attend, call, keys, selection, block, use_reentrant=False) for block in every]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+    out = call.q.new_empty(*call.q.shape[:2], call.v.shape[2])
+    lse = call.q.new_empty(call.q.shape[:2], dtype=torch.promote_types(call.q.dtype, torch.float32))
+    for block in every:
+        out[block.rows], lse[block.rows] = _attend(call, keys, selection, block)
+    return out, lse
 
 
 def _attend(call: ClusteredCall, keys: ClusteredKeys, selection: TileSelection, block: Block) -> tuple[Tensor, Tensor]:
-    """Attend from one tile: `[queries, heads, value_dim]` and `[queries, heads]`."""
-    dtype = torch.promote_types(call.q.dtype, torch.float32)
-    heads, kv_heads = call.q.shape[1], call.k.shape[1]
-    q = (call.q[block.rows].to(dtype) * call.scale).transpose(0, 1)  # [heads, queries, dim]
-    by_kv_head = q.unflatten(0, (kv_heads, -1)).flatten(1, 2)
-    exact = _exact_logits(by_kv_head, call.k, block, call.layout).view(heads, block.queries, -1)
-    logits = [exact]
+    """Attend from a block of tiles: `[queries, heads, value_dim]` and `[queries, heads]`."""
+    q = _queries(call.q, call.scale, block)
+    parts = []
+    if spans := _spans(block, call.layout):
+        near = [_attend_exact(call, q[:, tiles], block, tiles) for tiles in spans]
+        parts.append((torch.cat([out for out, _ in near], 1), torch.cat([lse for _, lse in near], 1)))
     if block.chunks:
-        lists = lists_of(selection.tile(block.tile)[0], call.layout, block.queries, block.first_chunk)
-        lists_per_head = heads // selection.lists
-        rows, begin, end, log_count = (
-            x.repeat_interleave(lists_per_head, 0) for x in (lists.rows, lists.begin, lists.end, lists.log_count)
-        )
-        kv_head = torch.arange(heads, device=q.device)[:, None] // (heads // kv_heads)
-        index = (kv_head * keys.k.shape[1] + rows).flatten()
-        bias = log_count.to(dtype)
-        if call.pooled_bias is not None:
-            pooled = rows >= call.layout.num_chunks * call.layout.shape.chunk
-            bias = bias + torch.where(pooled, call.pooled_bias.to(dtype)[:, None], 0)
-        listed = keys.k.flatten(0, 1).index_select(0, index).to(dtype).view(heads, -1, q.shape[-1])
-        query = torch.arange(block.queries, device=q.device)[:, None]
-        hidden = (query < begin[:, None]) | (query >= end[:, None])
-        logits.append(torch.baddbmm(bias[:, None], q, listed.transpose(1, 2)).masked_fill_(hidden, -math.inf))
-    every = torch.cat(logits, -1)
-    lse = every.logsumexp(-1)
-    weights = F.dropout((every - lse[..., None]).exp(), call.dropout_p)
-    last = block.exact + exact.shape[-1]
-    values = call.v[block.exact : last].to(dtype).transpose(0, 1)  # [kv_heads, exact keys, value_dim]
-    near, far = weights.split([exact.shape[-1], every.shape[-1] - exact.shape[-1]], -1)
-    out = (near.unflatten(0, (kv_heads, -1)).flatten(1, 2) @ values).view(heads, block.queries, -1)
-    if block.chunks:
-        out = out + far @ keys.v.flatten(0, 1).index_select(0, index).to(dtype).view(heads, -1, values.shape[-1])
-    return out.transpose(0, 1).to(call.q.dtype), lse.T
+        parts.append(_attend_lists(call, keys, selection, q, block))
+    out, lse = parts[0] if len(parts) == 1 else _merged(*parts)
+    return out.flatten(1, 2).transpose(0, 1).to(call.q.dtype), lse.flatten(1).T
+
+
+def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the attention to the keys of both, each given as output and log-sum-exp."""
+    lse = torch.logaddexp(a[1], b[1])
+    return a[0] * (a[1] - lse).exp()[..., None] + b[0] * (b[1] - lse).exp()[..., None], lse
+
+
+def _attend_exact(call: ClusteredCall, q: Tensor, block: Block, tiles: slice) -> tuple[Tensor, Tensor]:
+    """Attend to the exact keys from some tiles of a block: `[heads, tiles, queries, value_dim]` and without the last."""
+    values = call.v[_exact_rows(block, tiles, call.layout)].to(q.dtype).transpose(0, 1)
+    out, lse = _read(_exact_logits(q, call.k, block, tiles, call.layout), values, call.dropout_p)
+    return out.view(*q.shape[:3], values.shape[2]), lse.view(q.shape[:3])
+
+
+def _attend_lists(
+    call: ClusteredCall, keys: ClusteredKeys, selection: TileSelection, q: Tensor, block: Block
+) -> tuple[Tensor, Tensor]:
+    """Attend to the listed rows of the tables: `[heads, tiles, queries, value_dim]` and without the last dimension."""
+    first = selection.tile(block.tile, block.tiles).transpose(0, 1).flatten(0, 1)  # [lists · tiles, groups]
+    lists = lists_of(first, call.layout, block.queries, block.first_chunk)
+    share = len(q) // selection.lists  # number of heads per list
+    of_lists = q.unflatten(0, (-1, share)).transpose(1, 2).flatten(0, 1)  # [lists · tiles, heads of each, queries, dim]
+    lengths, order = lists.lengths.sort()
+    parts = []
+    for batch, longest in _batches(lengths.tolist(), _entries_at_once(call, q, share * block.queries)):
+        which = order[batch]
+        entries = Lists(lists.entries[which, :longest], lists.bits, lengths[batch])
+        head = which // block.tiles * share  # first head of the list
+        parts.append(_attend_batch(call, keys, of_lists[which], entries, head))
+    back = order.argsort()
+    out, lse = (torch.cat(part)[back].unflatten(0, (-1, block.tiles)) for part in zip(*parts, strict=True))
+    return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+
+
+def _entries_at_once(call: ClusteredCall, q: Tensor, queries: int) -> int:
+    """Return the number of listed rows, for this number of queries each, to read at once.
+
+    With gradients, all lists of a block are read at once, as each reading adds a gradient of the size of a table.
+    """
+    return sys.maxsize if call.needs_gradient else _scores_at_once(q) // queries
+
+
+def _batches(lengths: list[int], most: int) -> Iterator[tuple[slice, int]]:
+    """Yield slices of lists, sorted by length, and the length of the longest, with at most this number of entries."""
+    begin = 0
+    for end, longest in enumerate(lengths):
+        if end > begin and (end + 1 - begin) * longest > most:
+            yield slice(begin, end), lengths[end - 1]
+            begin = end
+    yield slice(begin, len(lengths)), lengths[-1]
+
+
+def _attend_batch(
+    call: ClusteredCall, keys: ClusteredKeys, q: Tensor, lists: Lists, head: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attend from queries `[batch, heads of each, queries, dim]` to one list of rows each.
+
+    Args:
+        head: `[batch]` first head of each list.
+    """
+    batch, share, queries, dim = q.shape
+    rows = lists.rows + (head // (call.q.shape[1] // len(keys.k)) * keys.k.shape[1])[:, None]
+    k, v = (t.flatten(0, 1).index_select(0, rows.view(-1)).to(q.dtype) for t in (keys.k, keys.v))
+    mask = _masks(queries, lists.bits, q.dtype, q.device).index_select(0, lists.interval.view(-1))
+    bias = _biases(call, q.dtype)[
+        head[:, None] + torch.arange(share, device=q.device)
+    ]  # [batch, heads of each, levels]
+    bias = bias.transpose(1, 2).flatten(0, 1)[lists.level + 4 * torch.arange(batch, device=q.device)[:, None]]
+    logits = mask.view(batch, -1, 1, queries) + bias[..., None]
+    logits = logits.flatten(2).baddbmm_(k.view(batch, -1, dim), q.flatten(1, 2).transpose(1, 2))
+    out, lse = _read(logits, v.view(batch, logits.shape[1], v.shape[1]), call.dropout_p)
+    return out.unflatten(1, (share, queries)), lse.unflatten(1, (share, queries))
+
+
+def _biases(call: ClusteredCall, dtype: torch.dtype) -> Tensor:
+    """Return `[heads, levels]` what is added to the logits of keys, groups, nodes and chunks: log |B| and a bias."""
+    shape, device = call.layout.shape, call.q.device
+    counts = torch.tensor([1, shape.group, shape.node, shape.chunk], dtype=dtype, device=device)
+    biases = counts.log().expand(call.q.shape[1], 4)
+    if call.pooled_bias is None:
+        return biases
+    return torch.cat([biases[:, :1], biases[:, 1:] + call.pooled_bias.to(dtype)[:, None]], 1)
+
+
+@lru_cache(maxsize=16)
+def _masks(queries: int, bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return `[intervals, queries]`: 0 for the queries in an interval, numbered as in `Lists`, −∞ for others."""
+    with lasting():
+        interval = torch.arange((queries + 1) << bits, device=device)[:, None]
+        query = torch.arange(queries, device=device)
+        hidden = (query < interval >> bits) | (query >= interval & (1 << bits) - 1)
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
+
+
+def _read(logits: Tensor, values: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """Return means `[batch, queries, value_dim]` of values `[batch, keys, value_dim]`, and the log-sum-exp of the logits.
+
+    The logits `[batch, keys, queries]` are overwritten.
+    """
+    weights, mass, lse = _softmax(logits)
+    return torch.bmm(F.dropout(weights, dropout_p).transpose(1, 2), values) / mass[..., None], lse

@@ -5,9 +5,6 @@ children from left to right, as many to each child as it has leaves; with two eq
 median. The tree stays the same; only the keys at its leaves are permuted, per key/value head. Leaves directly under a
 root (sinks) keep their keys.
 
-For causal attention, keys move only inside complete *chunks* of consecutive keys, so that the order of a chunk depends
-on no later key.
-
 Related methods: Reformer (hash buckets), the Routing Transformer (k-means), clustered key–value caches, Quest (pages
 with bounds). The tree is new here: its pooled nodes keep the mass of the keys that are not selected.
 """
@@ -23,9 +20,10 @@ from torch import Tensor
 
 from hsa.attention import dispatch
 from hsa.attention.call import Call
-from hsa.attention.checks import check_count, check_inputs
+from hsa.attention.checks import check_inputs
 from hsa.attention.dispatch import Backend
 from hsa.attention.kernels import available
+from hsa.attention.multiscale.queries import Queries
 from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy
 
@@ -39,7 +37,6 @@ class KeyClusters:
 
     Attributes:
         order: `[kv_heads, leaves]`: `order[head, slot]` is the leaf whose key lies at this leaf slot of the tree.
-        chunk: Number of keys per chunk inside which keys may move; None for the whole tree.
         operations: Number of multiplications and additions of the power iterations, summed over heads. A GPU may do
             more where matrix products are cheaper.
         made_for: Digest of the hierarchy, to check that the order is used with no other; None skips the check.
@@ -50,22 +47,14 @@ class KeyClusters:
     """
 
     order: Tensor
-    chunk: int | None = None
     operations: int = 0
     made_for: str | None = None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ClusterCall(Call):
-    """Checked arguments of `cluster_keys`."""
-
-    chunk: int | None
 
 
 @torch.no_grad()
 @torch.compiler.disable
 def cluster_keys(
-    k: Float[Tensor, "leaves kv_heads dim"], hierarchy: Hierarchy, *, chunk: int | None = None, backend: str = "auto"
+    k: Float[Tensor, "leaves kv_heads dim"], hierarchy: Hierarchy, *, backend: str = "auto"
 ) -> KeyClusters:
     """Order the keys of each head so that similar keys lie below the same nodes of the tree.
 
@@ -75,8 +64,6 @@ def cluster_keys(
     Args:
         k: Keys `[leaves, kv_heads, dim]`, one row per leaf.
         hierarchy: Forest whose leaves take the keys.
-        chunk: Number of keys per chunk, sinks not counted. Keys then move only inside complete chunks, as causal
-            attention needs; None lets them move through the whole tree.
         backend: "auto", "triton" (CUDA) or "torch". The backends agree except where keys are nearly equal.
 
     Returns:
@@ -87,14 +74,11 @@ def cluster_keys(
     [[0, 2, 4, 1, 3, 5]]
     """
     check_inputs({"k": k}, hierarchy)
-    if chunk is not None:
-        chunk = check_count("chunk", chunk, "a positive number of keys, or None", minimum=1)
-    call = ClusterCall(k=k, hierarchy=hierarchy, chunk=chunk, backend=backend)
-    order = dispatch.run("cluster_keys", CLUSTER, call)
-    return KeyClusters(order, chunk, _all_operations(k, hierarchy, chunk), hierarchy.digest)
+    order = dispatch.run("cluster_keys", CLUSTER, Call(k=k, hierarchy=hierarchy, backend=backend))
+    return KeyClusters(order, _all_operations(k, hierarchy), hierarchy.digest)
 
 
-def _cluster_torch(call: ClusterCall) -> Tensor:
+def _cluster_torch(call: Call) -> Tensor:
     """Return `[kv_heads, leaves]` the leaf whose key lies at each leaf slot."""
     k, hierarchy = call.k, call.hierarchy
     heads, dim = k.shape[1:]
@@ -102,7 +86,7 @@ def _cluster_torch(call: ClusterCall) -> Tensor:
     keys = k.to(dtype).reshape(-1, dim)  # [leaves · heads, dim]
     head = torch.arange(heads, device=k.device)[:, None]
     order = torch.arange(hierarchy.num_leaves, device=k.device).expand(heads, -1).contiguous()
-    for slots, present in _levels(hierarchy, call.chunk):
+    for slots, present in _levels(hierarchy):
         nodes, size = slots.shape
         leaves = order[:, slots.flatten()].view(heads, nodes, size)
         rows = leaves.view(heads, -1) * heads + head
@@ -121,53 +105,32 @@ def _cluster_torch(call: ClusterCall) -> Tensor:
     return order
 
 
-def _cluster_triton(call: ClusterCall) -> Tensor:
+def _cluster_triton(call: Call) -> Tensor:
     from hsa.attention.multiscale.triton.cluster import cluster_keys
 
     with available.device_of(call.k):
-        return cluster_keys(call.k, call.hierarchy, call.chunk)
+        return cluster_keys(call.k, call.hierarchy)
 
 
-def _why_not_triton(call: ClusterCall) -> list[str]:
+def _why_not_triton(call: Call) -> list[str]:
     return available.why_not(call.k, call.k, call.backend, widest=available.WIDEST_CLUSTERED)
 
 
 CLUSTER = (Backend("triton", _cluster_triton, _why_not_triton), Backend("torch", _cluster_torch))
 
 
-def _all_operations(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> int:
+def _all_operations(k: Tensor, hierarchy: Hierarchy) -> int:
     heads, dim = k.shape[1:]
 
     def count() -> int:
-        _, begin, end, useful = nodes_to_sort(hierarchy, chunk)
+        _, begin, end, useful = nodes_to_sort(hierarchy)
         sizes, nodes = np.unique((end - begin)[useful], return_counts=True)
         return sum(int(n) * _operations(int(size), dim) for size, n in zip(sizes, nodes, strict=True))
 
-    return heads * hierarchy.cached(("clustering", chunk, dim), count)
+    return heads * hierarchy.cached(("clustering", dim), count)
 
 
-def chunk_of_leaf(hierarchy: Hierarchy, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the chunk of every leaf, numbered across all trees, and which chunks are complete.
-
-    Sinks do not fill chunks; a sink belongs to the chunk that the next other leaf is in.
-    """
-
-    def build() -> tuple[np.ndarray, np.ndarray]:
-        s = hierarchy.structure
-        movable = s.depth[s.leaf_nodes] > 1
-        before = np.cumsum(movable) - movable
-        tree = s.tree[s.leaf_nodes]
-        start = np.append(before, movable.sum())[s.leaf_offsets]
-        number = (before - start[tree]) // chunk
-        per_tree = np.zeros(hierarchy.num_trees, np.int64)
-        np.maximum.at(per_tree, tree, number + 1)
-        number += (np.cumsum(per_tree) - per_tree)[tree]
-        return number, np.bincount(number[movable], minlength=int(per_tree.sum())) == chunk
-
-    return hierarchy.cached(("chunks", chunk), build)
-
-
-def nodes_to_sort(hierarchy: Hierarchy, chunk: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def nodes_to_sort(hierarchy: Hierarchy) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the leaf slots whose keys may move; for every node, its range of them, and whether to sort its keys.
 
     A node with one child, or with leaf children only, needs no sorting. The sinks of a root do not move.
@@ -178,21 +141,15 @@ def nodes_to_sort(hierarchy: Hierarchy, chunk: int | None) -> tuple[np.ndarray, 
     slots = np.flatnonzero(movable)
     begin, end = slots_before[s.first_leaf], slots_before[s.end_leaf]
     useful = (s.height > 1) & (s.num_children > 1) & (end > begin)
-    if chunk is not None:
-        number, complete = chunk_of_leaf(hierarchy, chunk)
-        of_slot = number[slots] if len(slots) else np.zeros(1, np.int64)
-        first = of_slot[np.minimum(begin, len(of_slot) - 1)]
-        last = of_slot[np.maximum(end - 1, 0)]
-        useful &= (first == last) & complete[first]
     return slots, begin, end, useful
 
 
-def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tensor | None]]:
+def _levels(hierarchy: Hierarchy) -> list[tuple[Tensor, Tensor | None]]:
     """Return the leaf slots `[nodes, size]` of the nodes to sort, by depth and size, and which are not padding."""
 
     def build() -> list[tuple[Tensor, Tensor | None]]:
         s = hierarchy.structure
-        slots, begin, end, useful = nodes_to_sort(hierarchy, chunk)
+        slots, begin, end, useful = nodes_to_sort(hierarchy)
         result = []
         for depth in range(hierarchy.depth):
             nodes = np.flatnonzero(useful & (s.depth == depth))
@@ -208,7 +165,7 @@ def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tenso
                 result.append((torch.as_tensor(grid).to(hierarchy.device), padding))
         return result
 
-    return hierarchy.cached(("key levels", chunk), build)
+    return hierarchy.cached("key levels", build)
 
 
 def _principal_coordinate(members: Tensor, present: Tensor | None) -> Tensor:
@@ -276,6 +233,8 @@ def check_clusters(
     near: int = 0,
     positions: Tensor | None = None,
     include_self: bool = True,
+    causal: bool = False,
+    queries: Queries | None = None,
 ) -> None:
     """Check that clusters fit keys and hierarchy, and that no other option needs the original order of the keys."""
     if clusters.order.shape != (k.shape[1], len(k)):
@@ -313,14 +272,8 @@ def check_clusters(
             expected="True with clusters",
             fix="A query has no leaf of its own among clustered keys",
         )
-
-
-def check_chunked(clusters: KeyClusters | None, limit: Tensor | None) -> None:
-    """Check that clusters are chunked if queries may see only some of the keys."""
-    if clusters is not None and limit is not None and clusters.chunk is None:
-        raise InvalidInput(
-            "clusters",
-            got="clusters of whole trees",
-            expected="clusters inside chunks, as each query may see only some of the keys",
-            fix="Use hsa.cluster_keys(k, hierarchy, chunk=256)",
-        )
+    fix = "For causal attention over clustered keys, use hsa.clustered_attention(q, k, v, lengths, causal=True)"
+    if causal:
+        raise InvalidInput("causal", got=causal, expected="False with clusters", fix=fix)
+    if queries is not None and queries.visible is not None:
+        raise InvalidInput("queries.visible", got="a tensor", expected="None with clusters", fix=fix)

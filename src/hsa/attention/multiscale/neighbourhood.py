@@ -1,7 +1,6 @@
 """The neighbourhood of a group of queries: the leaf families that are always selected, whatever the queries are.
 
-It consists of the group's own family and its `near` neighbours on each side; with causal clusters, of all families of
-its chunk.
+It consists of the group's own family and its `near` neighbours on each side. Clustered keys have no neighbourhood.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.multiscale.cluster import KeyClusters, check_chunked, chunk_of_leaf
 from hsa.attention.multiscale.leaf_families import LeafFamilies, leaf_families
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.multiscale.visibility import anchors
@@ -29,48 +27,42 @@ class Neighbourhood:
     bounds: tuple[Tensor, Tensor] | None  # low and high on the device; None if all ranges are empty
 
 
-def neighbourhood(
-    queries: Queries, hierarchy: Hierarchy, near: int, clusters: KeyClusters | None, limit: Tensor | None
-) -> Neighbourhood:
+def neighbourhood(queries: Queries, hierarchy: Hierarchy, near: int, limit: Tensor | None) -> Neighbourhood:
     """Return the neighbourhood of every group, built once per set of queries: it depends on the structure only."""
-    check_chunked(clusters, limit)
     families = leaf_families(hierarchy)
 
     def build() -> Neighbourhood:
-        low, high = _ranges(queries, hierarchy, families, near, clusters, limit)
+        low, high = _ranges(queries, hierarchy, families, near, limit)
         device = hierarchy.device
         bounds = torch.as_tensor(low).to(device), torch.as_tensor(high).to(device)
         return Neighbourhood(low, high, _range_table(low, high, families), bounds if (high > low).any() else None)
 
-    chunk = None if clusters is None else (clusters.chunk,)
-    return queries.cached(("neighbourhood", hierarchy.digest, near, chunk, limit is None), build)
+    return queries.cached(("neighbourhood", hierarchy.digest, near, limit is None), build)
+
+
+def empty_neighbourhood(queries: Queries, hierarchy: Hierarchy) -> Neighbourhood:
+    """Return a neighbourhood without any family, as for clustered keys."""
+    low, high = np.zeros((2, queries.num_groups), np.int64)
+    return Neighbourhood(low, high, leaf_families(hierarchy).nodes.new_empty(queries.num_groups, 1, 0), None)
 
 
 def _ranges(
-    queries: Queries,
-    hierarchy: Hierarchy,
-    families: LeafFamilies,
-    near: int,
-    clusters: KeyClusters | None,
-    limit: Tensor | None,
+    queries: Queries, hierarchy: Hierarchy, families: LeafFamilies, near: int, limit: Tensor | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the range of families, low and high, of every group."""
     anchor = anchors(queries, limit)
     low, high = np.zeros((2, queries.num_groups), np.int64)
     sizes = np.diff(queries.host_offsets)
     filled = np.flatnonzero(sizes > 0)
-    if anchor is None or (clusters is not None and limit is None) or len(families.nodes) == 0 or len(filled) == 0:
+    if anchor is None or len(families.nodes) == 0 or len(filled) == 0:
         return low, high
     leaf = anchor.cpu().numpy()
     tree = np.repeat(queries.host_tree, sizes)
     sees = leaf >= hierarchy.structure.leaf_offsets[tree]  # a query that may see no key has no neighbourhood
     leaf = np.where(sees, leaf, 0)
-    if clusters is None:
-        own, before = families.own[leaf], families.before[leaf]
-        first = np.where(own < 0, before, own) - near
-        last = np.where(own < 0, before, own + 1) + (near if limit is None else 0)  # later families are not visible
-    else:
-        first, last = _families_of_chunks(hierarchy, families, clusters, leaf)
+    own, before = families.own[leaf], families.before[leaf]
+    first = np.where(own < 0, before, own) - near
+    last = np.where(own < 0, before, own + 1) + (near if limit is None else 0)  # later families are not visible
     first = np.where(sees, np.maximum(first, families.tree_offsets[tree]), len(families.nodes))
     last = np.where(sees, np.minimum(last, families.tree_offsets[tree + 1]), 0)
     starts = queries.host_offsets[filled]
@@ -78,19 +70,6 @@ def _ranges(
     empty = high <= low
     low[empty], high[empty] = 0, 0
     return low, high
-
-
-def _families_of_chunks(
-    hierarchy: Hierarchy, families: LeafFamilies, clusters: KeyClusters, leaf: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the range of families that have leaves in the chunk of each leaf."""
-    assert clusters.chunk is not None
-    number, complete = chunk_of_leaf(hierarchy, clusters.chunk)
-    listed = families.own >= 0
-    first, last = np.full(len(complete), len(families.nodes)), np.zeros(len(complete), np.int64)
-    np.minimum.at(first, number[listed], families.own[listed])
-    np.maximum.at(last, number[listed], families.own[listed] + 1)
-    return first[number[leaf]], last[number[leaf]]
 
 
 def _range_table(low: np.ndarray, high: np.ndarray, families: LeafFamilies) -> Tensor:

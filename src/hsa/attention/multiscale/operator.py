@@ -16,7 +16,7 @@ from hsa.attention.kernels import available
 from hsa.attention.mixing import HeadMixing, check_mixing
 from hsa.attention.multiscale import reference, torch_lists
 from hsa.attention.multiscale.call import MultiscaleCall
-from hsa.attention.multiscale.cluster import KeyClusters, check_chunked, check_clusters
+from hsa.attention.multiscale.cluster import KeyClusters, check_clusters
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.multiscale.select import select
 from hsa.attention.multiscale.selection import Selection
@@ -86,7 +86,7 @@ def multiscale_attention(
         beam: Width of the search for them; see `select`.
         causal: Hide every node that is not entirely at or before the query. Nothing later leaks.
         clusters: Order of the keys in the tree, from `cluster_keys`. Leaf families are then groups of similar keys, and
-            `top_k` must be positive.
+            `top_k` must be positive. For causal attention over clustered keys, see `clustered_attention`.
         queries: Other queries than the leaves (cross-attention, a decoding step), or other groups of them.
         selection: The selected leaf families, from `select`, in place of `near`, `top_k` and `beam`: to share them between
             layers, count their cost or select by other means.
@@ -129,7 +129,9 @@ def multiscale_attention(
     check_inputs({"q": q, "k": k, "v": v}, hierarchy, rows)
     positions = check_positions(positions, q, hierarchy)
     if clusters is not None:
-        check_clusters(clusters, k, hierarchy, positions=positions, include_self=include_self)
+        check_clusters(
+            clusters, k, hierarchy, positions=positions, include_self=include_self, causal=causal, queries=given
+        )
     _check_queries(hierarchy, queries, selection, clusters, positions, include_self, top_k, causal)
     if selection is None:
         options: dict[str, Any] = {"near": near, "top_k": top_k, "beam": beam, "clusters": clusters}
@@ -258,7 +260,6 @@ def _check_selection(
             expected=f"a selection for 1 or {q.shape[1]} heads, as in q",
             got=f"one for {selection.families.shape[1]}",
         )
-    check_chunked(clusters, limit)
     if selection.made_for is None:
         return
     same = "Call hsa.select with the hierarchy, clusters and causal that attention gets"
@@ -268,8 +269,7 @@ def _check_selection(
         raise InvalidInput(
             "selection", expected="one made with the same clusters", got="one made with others", fix=same
         )
-    depends_on_queries = selection.depends_on_queries or clusters is not None
-    if limit is not None and selection.limit is None and depends_on_queries:
+    if limit is not None and selection.limit is None and selection.depends_on_queries:
         raise InvalidInput(
             "selection",
             expected="one made with causal=True, for causal attention",

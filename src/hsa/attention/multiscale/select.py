@@ -21,7 +21,7 @@ from hsa.attention.kernels import available
 from hsa.attention.multiscale.call import SelectCall
 from hsa.attention.multiscale.cluster import KeyClusters, check_clusters
 from hsa.attention.multiscale.leaf_families import leaf_families
-from hsa.attention.multiscale.neighbourhood import neighbourhood
+from hsa.attention.multiscale.neighbourhood import empty_neighbourhood, neighbourhood
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.multiscale.search import search
 from hsa.attention.multiscale.selection import Selection
@@ -83,7 +83,8 @@ def select(
         top_k: Number of further families, chosen by the queries of the group, per head.
         beam: Width of the search from the root down; "exact" scores every family. None means a beam of max(32, 2·top_k)
             for causal queries and for trees of more than 1,024 leaf families (4,096 on a CPU), and "exact" otherwise.
-        clusters: Result of `cluster_keys`. Clustered leaf families have no neighbours, so `near` must be 0.
+        clusters: Result of `cluster_keys`. Clustered leaf families have no neighbours, so `near` must be 0; `causal` must
+            be False.
         positions, causal, scale: See `multiscale_attention`.
         backend: "auto", "triton" (CUDA) or "torch".
 
@@ -103,17 +104,17 @@ def select(
     check_type("clusters", clusters, KeyClusters, "Use hsa.cluster_keys(k, hierarchy)")
     check_inputs({"k": k}, hierarchy)
     near, top_k, beam = _check_counts(near, top_k, beam)
+    if clusters is not None:
+        check_clusters(clusters, k, hierarchy, near=near, positions=positions, causal=causal, queries=queries)
     are_leaves = queries is None
-    queries = _check_queries(queries, hierarchy, top_k, causal, clusters)
+    queries = _check_queries(queries, hierarchy, top_k, causal)
     check_inputs({"q": q, "k": k}, hierarchy, rows=None if are_leaves else {"q": queries.num_queries})
     positions = check_positions(positions, q, hierarchy)
     if positions is not None:
         queries.check_one_family(hierarchy)
-    if clusters is not None:
-        check_clusters(clusters, k, hierarchy, near=near, positions=positions)
     forest, positions = rooted(hierarchy, positions)
     limit = key_limit(queries, forest, causal)
-    always = neighbourhood(queries, forest, near, clusters, limit)
+    always = neighbourhood(queries, forest, near, limit) if clusters is None else empty_neighbourhood(queries, forest)
     families = leaf_families(forest)
     scale = scale_or_default(scale, q)
     if top_k == 0 or len(q) == 0 or len(families.nodes) == 0:
@@ -145,11 +146,9 @@ def default_width(top_k: int) -> int:
     return max(32, 2 * top_k)
 
 
-def _check_queries(
-    queries: Queries | None, hierarchy: Hierarchy, top_k: int, causal: bool, clusters: KeyClusters | None
-) -> Queries:
+def _check_queries(queries: Queries | None, hierarchy: Hierarchy, top_k: int, causal: bool) -> Queries:
     if queries is None:
-        return Queries.windows(hierarchy, 1) if causal and (top_k or clusters) else Queries.families(hierarchy)
+        return Queries.windows(hierarchy, 1) if causal and top_k else Queries.families(hierarchy)
     queries = queries.checked(hierarchy)
     if causal and top_k and (np.diff(queries.host_offsets) > 1).any():
         raise InvalidInput(

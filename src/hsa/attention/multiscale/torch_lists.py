@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hsa.attention.entmax import entmax, level
 from hsa.attention.multiscale.call import MultiscaleCall
-from hsa.attention.multiscale.cluster import KeyClusters
 from hsa.attention.multiscale.position_logits import position_logits
 from hsa.attention.multiscale.pyramid import in_order, pyramid
 from hsa.attention.multiscale.selection import Partition
@@ -81,9 +80,7 @@ class Chunk:
 def chunks_of_call(call: MultiscaleCall, dtype: torch.dtype) -> Iterator[Chunk]:
     """Yield all groups of a call with their lists, chunk by chunk."""
     partition, heads = call.selection.partition(call.hierarchy), call.q.shape[1]
-    lists = Lists(
-        call.hierarchy, partition, call.limit, call.clusters, call.include_self, heads, call.k.shape[1], dtype
-    )
+    lists = Lists(call.hierarchy, partition, call.limit, call.include_self, heads, call.k.shape[1], dtype)
     for groups, num_queries, longest_list in _similar_groups(partition, heads * call.q.shape[2]):
         yield lists.chunk(groups, num_queries, longest_list)
 
@@ -173,7 +170,6 @@ class Lists:
         hierarchy: Hierarchy,
         partition: Partition,
         limit: Tensor | None,
-        clusters: KeyClusters | None,
         include_self: bool,
         heads: int,
         kv_heads: int,
@@ -181,8 +177,7 @@ class Lists:
     ):
         self.hierarchy, self.partition, self.limit = hierarchy, partition, limit
         self.slot = rounds(hierarchy).slot_of_node
-        self.clusters, self.include_self = clusters, include_self
-        self.kv_heads = kv_heads
+        self.include_self, self.kv_heads = include_self, kv_heads
         self.kv_head = torch.arange(kv_heads, device=self.slot.device).repeat_interleave(heads // kv_heads)
         self.queries = partition.queries
         self.log_count = hierarchy.cached("log leaf counts", lambda: hierarchy.leaf_count.double().log()).to(dtype)
@@ -210,9 +205,6 @@ class Lists:
                 mask = _both(mask, nodes[:, :, None] != leaf[:, None, :, None])
         if self.limit is not None:
             last = h.tensor("end_leaf")[nodes] - 1  # leaf number of the last key in a node
-            if self.clusters is not None:
-                leaf_in_slot = self.clusters.order[self.kv_head[:, None], slots.clamp(max=h.num_leaves - 1)]
-                last = torch.where(pooled, last, leaf_in_slot)
             mask = _both(mask, last[:, :, None] < self.limit[rows][:, None, :, None])
         return Chunk(
             rows=rows,
@@ -226,15 +218,12 @@ class Lists:
         )
 
 
-def entries_seen(
-    partition: Partition, hierarchy: Hierarchy, limit: Tensor | None, clusters: KeyClusters | None, heads: int
-) -> int:
+def entries_seen(partition: Partition, hierarchy: Hierarchy, limit: Tensor | None, heads: int) -> int:
     """Count the list entries that queries attend to, summed over heads, without those beyond their limit."""
-    kv_heads = 1 if clusters is None else len(clusters.order)
     if limit is None:
         sizes = torch.from_numpy(np.diff(partition.queries.host_offsets))
         return int((sizes[:, None] * partition.lengths.cpu()).sum()) * (heads // partition.heads)
-    lists = Lists(hierarchy, partition, limit, clusters, True, heads, kv_heads)
+    lists = Lists(hierarchy, partition, limit, True, heads, 1)
     total = 0
     for groups, num_queries, longest_list in _similar_groups(partition, heads):
         chunk = lists.chunk(groups, num_queries, longest_list)

@@ -34,7 +34,7 @@ def _accumulate(logit, values, new, top, mass, out, PRECISION: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k, v, k_table, v_table, first, upper, key_list, pooled_list, counts, tiles, bias, out, lse,
+    q, k, v, k_table, v_table, key_list, pooled_list, ends, counts, tiles, bias, out, lse,
     heads, kv_heads, lists, chunks, q_row, q_head, k_row, k_head, v_row, v_head, scale,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, BIASED: tl.constexpr,
@@ -72,63 +72,53 @@ def attend(
     k_table += kv_head * table * DIM
     v_table += kv_head * table * VALUE_DIM
     base = offset.to(tl.int64) * lists + listed * visible
-    first += base * GROUPS
-    upper += base * (NODES + 1)
     key_list += base * GROUPS
     pooled_list += base * (NODES + 2)
+    ends += base * (NODES + 2) * 8
     num_keys = tl.load(counts + (number * lists + listed) * 2)
     num_pooled = tl.load(counts + (number * lists + listed) * 2 + 1)
     index = tl.arange(0, ENTRIES * 8) // 8
     within = tl.arange(0, ENTRIES * 8) % 8
 
-    # Entries are loaded one step ahead, because the addresses of keys and values depend on them.
-    entry = tl.load(key_list + index, mask=index < num_keys, other=255)
+    # Entries are loaded one step ahead, because the addresses of keys and values depend on them. Behind the last one, it is
+    # repeated without a query for which it is active: rows of another sequence might hold values that are not finite.
+    entry = tl.load(key_list + tl.minimum(index, num_keys - 1), mask=num_keys > 0, other=0)
     for begin in range(0, num_keys, ENTRIES):
-        ahead = begin + ENTRIES + index
-        following = tl.load(key_list + ahead, mask=ahead < num_keys, other=255)
+        following = tl.load(key_list + tl.minimum(begin + ENTRIES + index, num_keys - 1))
         rows = ((entry >> 8) + within).to(tl.int64)[:, None]
-        there = ((entry & 255) < 255)[:, None]  # not padding, whose values might not be finite
-        y = tl.load(k_table + rows * DIM + column[None, :], mask=there & (column[None, :] < DIM), other=0.0)
+        y = tl.load(k_table + rows * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
         z = tl.load(
-            v_table + rows * VALUE_DIM + value_column[None, :],
-            mask=there & (value_column[None, :] < VALUE_DIM),
-            other=0.0,
+            v_table + rows * VALUE_DIM + value_column[None, :], mask=value_column[None, :] < VALUE_DIM, other=0.0
         )
-        active = query[:, None] >= (entry & 255)[None, :]
+        since = tl.where(begin + index < num_keys, entry & 255, 255)
+        active = query[:, None] >= since[None, :]
         top, mass, total = _step(x, y, z, active, top, mass, total, scale, PRECISION)
         entry = following
 
     pooled_bias = tl.load(bias + head) if BIASED else 0.0
-    first_of_groups = chunks * CHUNK
-    first_of_nodes = first_of_groups + chunks * GROUPS
+    first_of_nodes = chunks * (CHUNK + GROUPS)
     first_of_roots = first_of_nodes + chunks * NODES
+    last_root = first_of_roots + first_chunk + visible - 1
+    entry = tl.load(pooled_list + tl.minimum(index, num_pooled - 1), mask=num_pooled > 0, other=0)
     for begin in range(0, num_pooled, ENTRIES):
-        entry = tl.load(pooled_list + begin + index, mask=begin + index < num_pooled, other=255)
-        pooled = (entry >> 8) + within
-        is_node = (entry >> 8 >= first_of_nodes) & (entry >> 8 < first_of_roots)
-        is_group = entry >> 8 < first_of_nodes
-        group = pooled - first_of_groups - first_chunk * GROUPS
-        node = pooled - first_of_nodes - first_chunk * NODES
-        root = pooled - first_of_roots - first_chunk
-        listed_row = (entry & 255) < 255
-        until = tl.load(first + group, mask=listed_row & is_group, other=0).to(tl.int32)
-        there = (is_node & (within < NODES)) | (~is_group & ~is_node & (root < visible))
-        at = tl.where(is_node, node, visible * NODES + root)
-        until += tl.load(upper + at, mask=listed_row & there, other=0).to(tl.int32)
-        log_count = tl.where(is_group, LOG_GROUP, tl.where(is_node, LOG_NODE, LOG_CHUNK)) + pooled_bias
-        rows = pooled.to(tl.int64)[:, None]
-        listed_rows = (until > 0)[:, None]
-        y = tl.load(k_table + rows * DIM + column[None, :], mask=listed_rows & (column[None, :] < DIM), other=0.0)
+        following = tl.load(pooled_list + tl.minimum(begin + ENTRIES + index, num_pooled - 1))
+        is_group, is_root = entry >> 8 < first_of_nodes, entry >> 8 >= first_of_roots
+        inside = is_group | is_root | (within < NODES)
+        there = inside & (begin + index < num_pooled)
+        until = tl.load(ends + begin * 8 + tl.arange(0, ENTRIES * 8), mask=there, other=0).to(tl.int32)
+        since = entry & 255
+        log_count = tl.where(is_group, LOG_GROUP, tl.where(is_root, LOG_CHUNK, LOG_NODE)) + pooled_bias
+        rows = tl.minimum((entry >> 8) + tl.where(inside, within, 0), last_root).to(tl.int64)[:, None]
+        y = tl.load(k_table + rows * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
         z = tl.load(
-            v_table + rows * VALUE_DIM + value_column[None, :],
-            mask=listed_rows & (value_column[None, :] < VALUE_DIM),
-            other=0.0,
+            v_table + rows * VALUE_DIM + value_column[None, :], mask=value_column[None, :] < VALUE_DIM, other=0.0
         )
-        active = (query[:, None] >= (entry & 255)[None, :]) & (query[:, None] < until[None, :])
+        active = (query[:, None] >= since[None, :]) & (query[:, None] < until[None, :])
         logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + log_count[None, :]
         logit = tl.where(active, logit, float("-inf"))
         new = tl.maximum(top, tl.max(logit, 1))
         top, mass, total = _accumulate(logit, z, new, top, mass, total, PRECISION)
+        entry = following
 
     total = total / tl.where(mass > 0, mass, 1.0)[:, None]
     rows = (row + query).to(tl.int64)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hsa.attention.clustered.keys import ITERATIONS, ClusteredKeys, start_direction
 from hsa.attention.clustered.layout import Layout
+from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels.available import padded
-from hsa.attention.kernels.triton.launch import Launcher, compiled_for, last_stride_1
+from hsa.attention.kernels.triton.launch import Launcher, compiled_for
 from hsa.tree.lasting import lasting
 
 WIDE = 64
@@ -26,7 +27,7 @@ WIDE = 64
 
 def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> ClusteredKeys:
     """Return the clustered keys of packed k `[keys, kv_heads, dim]` and v."""
-    k, v = last_stride_1(k), last_stride_1(v)
+    k, v = aligned(k), aligned(v)
     shape, chunks, (_, heads, dim), value_dim = layout.shape, layout.num_chunks, k.shape, v.shape[2]
     rows = chunks * sum(shape.rows)
     keys = ClusteredKeys(

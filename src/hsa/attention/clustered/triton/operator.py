@@ -16,8 +16,9 @@ from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.clustered.triton import attend as attend_kernels
 from hsa.attention.clustered.triton import select as select_kernels
 from hsa.attention.clustered.triton.cluster import build_keys
+from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels.available import padded, shared_memory
-from hsa.attention.kernels.triton.launch import Launcher, compiled_for, last_stride_1
+from hsa.attention.kernels.triton.launch import Launcher, compiled_for
 
 SLAB_BYTES = 2**28
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
@@ -32,7 +33,7 @@ _attend = Launcher(attend_kernels.attend)
 
 def select(call: SelectCall) -> TileSelection:
     """Compute `hsa.select_groups` from checked arguments."""
-    call = replace(call, q=last_stride_1(call.q), k=last_stride_1(call.k))
+    call = replace(call, q=aligned(call.q), k=aligned(call.k))
     layout = call.layout
     first = call.q.new_empty(int(layout.tile_offset[-1]) * layout.shape.groups * call.lists, dtype=torch.uint8)
     if len(first):
@@ -44,7 +45,7 @@ def select(call: SelectCall) -> TileSelection:
 
 def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     """Compute `hsa.clustered_attention` from checked arguments: the output and its log-sum-exp `[queries, heads]`."""
-    call = replace(call, q=last_stride_1(call.q), k=last_stride_1(call.k), v=last_stride_1(call.v))
+    call = replace(call, q=aligned(call.q), k=aligned(call.k), v=aligned(call.v))
     keys = call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows)
     q, layout, selection, selecting = call.q, call.layout, call.selection, call.select(keys)
     out = q.new_empty(*q.shape[:2], call.v.shape[2])
@@ -68,7 +69,7 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
 def _bytes(layout: Layout) -> int:
     """Return the bytes of the selection and the lists of one chunk that a tile sees."""
     groups, nodes = layout.shape.groups, layout.shape.branching[2]
-    return groups + nodes + 1 + 4 * (groups + nodes + 2)
+    return groups + 4 * groups + 12 * (nodes + 2)
 
 
 def _constants(layout: Layout, q: Tensor) -> dict[str, Any]:
@@ -167,16 +168,16 @@ def _attend_tiles(
     """Lower a selection to lists, and attend from some tiles."""
     q, k, v, shape = call.q, call.k, call.v, call.layout.shape
     heads, nodes, tiles, chunks = q.shape[1], shape.branching[2], slab.tiles, slab.chunks
-    upper = first.new_empty(chunks * lists * (nodes + 1))
     key_list = first.new_empty(chunks * lists * shape.groups, dtype=torch.int32)
     pooled_list = first.new_empty(chunks * lists * (nodes + 2), dtype=torch.int32)
+    ends = first.new_empty(chunks * lists * (nodes + 2) * 8)
     counts = first.new_zeros(len(tiles) * lists * 2, dtype=torch.int32)
     if chunks:
-        _lower_tiles(call.layout, slab, lists, (first, tiles, upper, key_list, pooled_list, counts))
+        _lower_tiles(call.layout, slab, lists, (first, tiles, key_list, pooled_list, ends, counts))
     bias = call.pooled_bias
     if bias is not None:
         bias = (bias.to(torch.float32) * LOG2_E).expand(heads).contiguous()
-    lowered = (keys.k, keys.v, first, upper, key_list, pooled_list, counts, tiles)
+    lowered = (keys.k, keys.v, key_list, pooled_list, ends, counts, tiles)
     tensors = (q, k, v, *lowered, lse if bias is None else bias, out, lse)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     sizes = (heads, k.shape[1], lists, call.layout.num_chunks, *strides)

@@ -162,21 +162,22 @@ def first_rows(
 
 @triton.jit
 def lower(
-    first, tiles, upper, key_list, pooled_list, counts, lists, chunks,
+    first, tiles, key_list, pooled_list, ends, counts, lists, chunks,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the lists of a tile, and the first queries for which its nodes and chunks are open."""
+    """Store the lists of a tile, and for each of the eight rows of a pooled entry the query at which it ends."""
     program = tl.program_id(0)
     listed = program % lists
     _, _, first_chunk, visible, _, _, offset, _ = load_tile(tiles, program // lists)
     base = offset.to(tl.int64) * lists + listed * visible
     first += base * GROUPS
-    upper += base * (NODES + 1)
     key_list += base * GROUPS
     pooled_list += base * (NODES + 2)
+    ends += base * (NODES + 2) * 8
     group = tl.reshape(tl.arange(0, BLOCK * GROUPS), [BLOCK, NODES, GROUPS // NODES])
     node = tl.reshape(tl.arange(0, BLOCK * NODES), [BLOCK, NODES])
     chunk = tl.arange(0, BLOCK)
+    eight = tl.arange(0, 8)
     keys = 0
     pooled = 0
     first_of_groups = chunks * CHUNK
@@ -188,25 +189,37 @@ def lower(
         node_opened = tl.min(opened, 2)
         chunk_opened = tl.min(node_opened, 1)
         nodes, roots = begin * NODES + node, begin + chunk
-        tl.store(upper + nodes, node_opened.to(tl.uint8), mask=nodes < visible * NODES)
-        tl.store(upper + visible * NODES + roots, chunk_opened.to(tl.uint8), mask=roots < visible)
-        key_row = (first_chunk * GROUPS + inside) * (CHUNK // GROUPS)
-        keys += _append(key_list + keys, tl.reshape(opened, [BLOCK * GROUPS]), tl.reshape(key_row, [BLOCK * GROUPS]))
-        group_row = first_of_groups + (first_chunk * NODES + nodes) * (GROUPS // NODES)
-        pooled += _append(
-            pooled_list + pooled, tl.reshape(node_opened, [BLOCK * NODES]), tl.reshape(group_row, [BLOCK * NODES])
+        row = (first_chunk * GROUPS + inside) * (CHUNK // GROUPS)
+        index, number = _append(
+            key_list + keys, tl.reshape(opened, [BLOCK * GROUPS]), tl.reshape(row, [BLOCK * GROUPS])
         )
-        pooled += _append(pooled_list + pooled, chunk_opened, first_of_nodes + (first_chunk + roots) * NODES)
-        eight = tl.where((roots % 8 == 0) & (roots < visible), 0, 255)
-        pooled += _append(pooled_list + pooled, eight, first_of_roots + first_chunk + roots)
+        keys += number
+        # The groups of open nodes.
+        row = first_of_groups + (first_chunk * NODES + nodes) * (GROUPS // NODES)
+        parent = tl.reshape(node_opened, [BLOCK * NODES])
+        index, number = _append(pooled_list + pooled, parent, tl.reshape(row, [BLOCK * NODES]))
+        end = tl.reshape(opened, [BLOCK * NODES, GROUPS // NODES]).to(tl.uint8)
+        tl.store(ends + (pooled + index[:, None]) * 8 + eight[None, :], end, mask=(parent < 255)[:, None])
+        pooled += number
+        # The nodes of open chunks.
+        index, number = _append(pooled_list + pooled, chunk_opened, first_of_nodes + (first_chunk + roots) * NODES)
+        to = ends + (pooled + index[:, None]) * 8 + tl.arange(0, NODES)[None, :]
+        tl.store(to, node_opened.to(tl.uint8), mask=(chunk_opened < 255)[:, None])
+        pooled += number
+        # All chunks, eight at a time.
+        is_first = (roots % 8 == 0) & (roots < visible)
+        index, number = _append(pooled_list + pooled, tl.where(is_first, 0, 255), first_of_roots + first_chunk + roots)
+        end = tl.where(roots < visible, chunk_opened, 0).to(tl.uint8)
+        tl.store(ends + pooled * 8 + chunk, end, mask=chunk < number * 8)
+        pooled += number
     tl.store(counts + program * 2, keys)
     tl.store(counts + program * 2 + 1, pooled)
 
 
 @triton.jit
 def _append(to, opened, row):
-    """Store the opened entries one after another, and return their number."""
+    """Store the opened entries one after another; return their indices and their number."""
     listed = opened < 255
-    index = tl.cumsum(listed.to(tl.int32), 0)
-    tl.store(to + index - 1, (row << 8) | opened, mask=listed)
-    return tl.sum(listed.to(tl.int32), 0)
+    index = tl.cumsum(listed.to(tl.int32), 0) - 1
+    tl.store(to + index, (row << 8) | opened, mask=listed)
+    return index, tl.sum(listed.to(tl.int32), 0)

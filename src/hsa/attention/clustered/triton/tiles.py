@@ -1,9 +1,16 @@
-"""Functions that the kernels of clustered attention share: reading a tile of queries."""
+"""Functions that the kernels of clustered attention share: aligned inputs, and reading a tile of queries."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x, copied if its rows are not contiguous or do not start at multiples of 16 elements."""
+    fits = x.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return x if fits else x.contiguous()
 
 
 @triton.jit

@@ -41,7 +41,6 @@ def attend_lists(
     *,
     limit: Tensor | None,
     leaves: Tensor | None,
-    order: Tensor | None,
     include_self: bool,
     pooled_bias: Tensor | None,
     scale: float,
@@ -58,7 +57,6 @@ def attend_lists(
         plan: Rows of the forest.
         limit: `[queries]` int64 leaf number at or before which the leaves of an entry must end; None for no limit.
         leaves: `[queries]` int64 leaf of each query; needed without `include_self`.
-        order: `[kv_heads, leaves]` int64 leaf whose key lies at each leaf slot; needed with `limit` for clustered keys.
         include_self: Whether leaves attend to themselves.
         pooled_bias: `[1 or heads]` number to add to the logits of pooled nodes.
         scale: Factor of the dot products.
@@ -67,8 +65,8 @@ def attend_lists(
     rows = rows_of(plan)
     out, _ = operator(
         q, keys, values, selected_rows, group_offsets, group_tree, rows.table, rows.roots, rows.level_ends,
-        limit, None if include_self else leaves, order if limit is not None or not include_self else None, pooled_bias,
-        scale, most_queries, rows.most_entries(selected_rows.shape[2]), rows.widest,
+        limit, None if include_self else leaves, pooled_bias, scale, most_queries,
+        rows.most_entries(selected_rows.shape[2]), rows.widest,
     )  # fmt: skip
     return out
 
@@ -85,7 +83,6 @@ def _attend(
     level_ends: Tensor,
     limit: Tensor | None,
     leaves: Tensor | None,
-    order: Tensor | None,
     pooled_bias: Tensor | None,
     scale: float,
     most_queries: int,
@@ -95,17 +92,16 @@ def _attend(
     """Return the output, and log2 of the sum of exponentials `[heads, queries]`: +∞ for a query that sees no key."""
     q = last_stride_1(q)
     keys, values = keys.contiguous(), values.contiguous()
-    order = None if order is None else order.contiguous()
     out, mass = _empty(q, keys, values)
     if len(q) == 0:
         return out, mass
     tiles = _tiles(q, values, most_queries)
     for lists in make_lists(
-        q, keys, selected_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, most_entries, widest
+        q, selected_rows, group_offsets, group_tree, table, roots, level_ends, limit, most_entries, widest
     ):
         _forward_kernel[(lists.groups, q.shape[1], triton.cdiv(most_queries, tiles["BLOCK_Q"]))](
-            q, keys, values, out, mass, lists.entries, lists.counts, group_offsets, table, limit, leaves, order, pooled_bias,
-            *_numbers(q, keys, pooled_bias, order, lists), scale, **tiles, num_stages=2,
+            q, keys, values, out, mass, lists.entries, lists.counts, group_offsets, table, limit, leaves, pooled_bias,
+            *_numbers(q, keys, pooled_bias, lists), scale, **tiles, num_stages=2,
         )  # fmt: skip
     return out, mass
 
@@ -131,7 +127,6 @@ def _attend_backward(
     level_ends: Tensor,
     limit: Tensor | None,
     leaves: Tensor | None,
-    order: Tensor | None,
     pooled_bias: Tensor | None,
     scale: float,
     most_queries: int,
@@ -141,19 +136,18 @@ def _attend_backward(
     """Return the gradients of q, keys, values and pooled_bias (empty without one)."""
     q = last_stride_1(q)
     keys, values, d_out = keys.contiguous(), values.contiguous(), d_out.contiguous()
-    order = None if order is None else order.contiguous()
     d_q = q.new_empty(q.shape)
     d_keys, d_values = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
     tiles = _tiles(q, values, most_queries)
     blocks = triton.cdiv(max(most_queries, 1), tiles["BLOCK_Q"])
     d_bias = None if pooled_bias is None else mass.new_zeros(len(group_tree), q.shape[1], blocks)
     for lists in make_lists(
-        q, keys, selected_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, most_entries, widest
+        q, selected_rows, group_offsets, group_tree, table, roots, level_ends, limit, most_entries, widest
     ):
         _backward_kernel[(lists.groups, q.shape[1], blocks)](
             q, keys, values, out, mass, d_out, d_q, d_keys, d_values, d_bias,
-            lists.entries, lists.counts, group_offsets, table, limit, leaves, order, pooled_bias,
-            *_numbers(q, keys, pooled_bias, order, lists), scale, **tiles, num_stages=1,
+            lists.entries, lists.counts, group_offsets, table, limit, leaves, pooled_bias,
+            *_numbers(q, keys, pooled_bias, lists), scale, **tiles, num_stages=1,
         )  # fmt: skip
     d_keys, d_values = d_keys.to(q.dtype), d_values.to(q.dtype)
     if d_bias is None or pooled_bias is None:
@@ -165,21 +159,21 @@ def _attend_backward(
 def _empty_gradients(
     d_out: Tensor, out: Tensor, mass: Tensor, q: Tensor, keys: Tensor, values: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pooled_bias = rest[9]
+    pooled_bias = rest[8]
     d_bias = mass.new_empty(0) if pooled_bias is None else pooled_bias.new_empty(pooled_bias.shape)
     d_keys, d_values = (x.new_empty(x.shape, dtype=q.dtype) for x in (keys, values))
     return q.new_empty(q.shape), d_keys, d_values, d_bias
 
 
 def _keep(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*output, *inputs[:13])
-    ctx.options = inputs[13:]
+    ctx.save_for_backward(*output, *inputs[:12])
+    ctx.options = inputs[12:]
 
 
 def _backward(ctx, d_out: Tensor, d_mass: Tensor):
     out, mass, *inputs = ctx.saved_tensors
     *d_inputs, d_bias = gradients(d_out, out, mass, *inputs, *ctx.options)
-    return *d_inputs, *(None,) * 9, None if inputs[12] is None else d_bias, None, None, None, None
+    return *d_inputs, *(None,) * 8, None if inputs[11] is None else d_bias, None, None, None, None
 
 
 operator = Operator("attend_lists", _attend, _empty, _keep, _backward)
@@ -208,9 +202,7 @@ def _tiles(q: Tensor, values: Tensor, most_queries: int) -> dict[str, int]:
     }
 
 
-def _numbers(
-    q: Tensor, keys: Tensor, pooled_bias: Tensor | None, order: Tensor | None, lists: Lists
-) -> tuple[int, ...]:
+def _numbers(q: Tensor, keys: Tensor, pooled_bias: Tensor | None, lists: Lists) -> tuple[int, ...]:
     """Return sizes and strides, in the order of the kernel arguments."""
     return (
         q.stride(0),
@@ -219,7 +211,6 @@ def _numbers(
         q.shape[1],
         q.shape[1] // keys.shape[0],
         keys.shape[1],
-        0 if order is None else order.shape[1],
         lists.entries.shape[1],
         lists.heads,
         1 if lists.heads > 1 else 0,
@@ -272,7 +263,7 @@ def _add(x, row, exists, value, DIM: tl.constexpr):
 
 
 @triton.jit
-def _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale):
+def _logits(q, k, row, exists, table, bias, inside, limit, own, scale):
     """Return logits [queries, entries] to base 2, −∞ where an entry is hidden; and whether entries are pooled."""
     stands_for_leaf = column(table, row, STANDS_FOR_LEAF, exists, 1) != 0
     extra = column(table, row, LOG_COUNT, exists, 0).to(tl.float32, bitcast=True) + tl.where(stands_for_leaf, 0.0, bias)
@@ -280,9 +271,6 @@ def _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale):
     if (limit is not None) or (own is not None):
         end = column(table, row, END_LEAF, exists, 0)
         leaf = tl.where(stands_for_leaf, end - 1, -1)
-        if order is not None:
-            leaf = tl.load(order + leaf, mask=exists & stands_for_leaf, other=-1).to(tl.int32)
-            end = tl.where(stands_for_leaf, leaf + 1, end)
         if limit is not None:
             seen = seen & (end[None, :] <= limit[:, None])
         if own is not None:
@@ -316,8 +304,8 @@ def _block_inputs(
 
 @kernel
 def _forward_kernel(
-    q_ptr, keys, values, out_ptr, mass_ptr, entries, counts, group_offsets, table, limit_ptr, leaves_ptr, order, pooled_bias,
-    q_stride, q_head_stride, num_queries, heads, heads_per_key, num_rows, num_leaves, most_entries, list_heads,
+    q_ptr, keys, values, out_ptr, mass_ptr, entries, counts, group_offsets, table, limit_ptr, leaves_ptr, pooled_bias,
+    q_stride, q_head_stride, num_queries, heads, heads_per_key, num_rows, most_entries, list_heads,
     list_head_stride, first_group, bias_stride, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
@@ -329,7 +317,6 @@ def _forward_kernel(
     if limit_ptr is not None and BLOCK_Q > 1:  # the list of a single query has no hidden entries
         limit = tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
     own = None if leaves_ptr is None else tl.load(leaves_ptr + query, mask=inside, other=-2).to(tl.int32)
-    order = None if order is None else order + kv_head * num_leaves
     entries, count, bias, q = _block_inputs(
         group - first_group, head, query, inside, q_ptr, entries, counts, pooled_bias, q_stride, q_head_stride,
         most_entries, list_heads, list_head_stride, bias_stride, DIM, BLOCK_D
@@ -345,7 +332,7 @@ def _forward_kernel(
         row = tl.load(entries + entry, mask=exists, other=0)
         k = _read(keys, row, exists, DIM, BLOCK_D)
         v = _read(values, row, exists, VALUE_DIM, BLOCK_V)
-        logit, _ = _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale)
+        logit, _ = _logits(q, k, row, exists, table, bias, inside, limit, own, scale)
         better = tl.maximum(best, tl.max(logit, 1))
         finite = tl.where(better == -float("inf"), 0.0, better)
         weight = tl.exp2(logit - finite[:, None])
@@ -366,8 +353,8 @@ def _forward_kernel(
 @kernel
 def _backward_kernel(
     q_ptr, keys, values, out_ptr, mass_ptr, d_out_ptr, d_q_ptr, d_keys, d_values, d_bias_ptr, entries, counts,
-    group_offsets, table, limit_ptr, leaves_ptr, order, pooled_bias,
-    q_stride, q_head_stride, num_queries, heads, heads_per_key, num_rows, num_leaves, most_entries, list_heads,
+    group_offsets, table, limit_ptr, leaves_ptr, pooled_bias,
+    q_stride, q_head_stride, num_queries, heads, heads_per_key, num_rows, most_entries, list_heads,
     list_head_stride, first_group, bias_stride, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
@@ -379,7 +366,6 @@ def _backward_kernel(
     if limit_ptr is not None and BLOCK_Q > 1:  # the list of a single query has no hidden entries
         limit = tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
     own = None if leaves_ptr is None else tl.load(leaves_ptr + query, mask=inside, other=-2).to(tl.int32)
-    order = None if order is None else order + kv_head * num_leaves
     entries, count, bias, q = _block_inputs(
         group - first_group, head, query, inside, q_ptr, entries, counts, pooled_bias, q_stride, q_head_stride,
         most_entries, list_heads, list_head_stride, bias_stride, DIM, BLOCK_D
@@ -401,7 +387,7 @@ def _backward_kernel(
         exists = entry < count
         row = tl.load(entries + entry, mask=exists, other=0)
         k = _read(keys, row, exists, DIM, BLOCK_D)
-        logit, pooled = _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale)
+        logit, pooled = _logits(q, k, row, exists, table, bias, inside, limit, own, scale)
         weight = tl.exp2(logit - mass[:, None])
         _add(d_values, row, exists, _spread(weight, d_out), VALUE_DIM)
         v = _read(values, row, exists, VALUE_DIM, BLOCK_V)

@@ -54,9 +54,9 @@ SORT_NODES, MEASURE_NODES, MEASURE_BLOCKS, SPLIT_NODES, SPLIT_AGAIN = range(5)
 
 
 @torch.no_grad()
-def cluster_keys(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> Tensor:
+def cluster_keys(k: Tensor, hierarchy: Hierarchy) -> Tensor:
     """Return `[kv_heads, leaves]` the leaf whose key lies at each leaf slot, for keys `[leaves, kv_heads, dim]`."""
-    plan = hierarchy.cached(("key steps", chunk), lambda: _build(hierarchy, chunk))
+    plan = hierarchy.cached("key steps", lambda: _build(hierarchy))
     order = operator(k, plan.start, plan.slots, plan.table, plan.steps, ITERATIONS)
     if plan.mixed_families:
         sort_inside_leaf_families(order, hierarchy)
@@ -95,9 +95,9 @@ class _Steps:
         self.length += len(flat)
 
 
-def _build(hierarchy: Hierarchy, chunk: int | None) -> _Plan:
+def _build(hierarchy: Hierarchy) -> _Plan:
     s = hierarchy.structure
-    slots, begin, end, useful = nodes_to_sort(hierarchy, chunk)
+    slots, begin, end, useful = nodes_to_sort(hierarchy)
     size = end - begin
     # `children` leaves out children without a key that may move (sinks).
     children = np.flatnonzero(size > 0)

@@ -96,7 +96,6 @@ class Lists:
 
 def make_lists(
     q: Tensor,
-    keys: Tensor,
     selected_rows: Tensor,
     group_offsets: Tensor,
     group_tree: Tensor,
@@ -104,16 +103,13 @@ def make_lists(
     roots: Tensor,
     level_ends: Tensor,
     limit: Tensor | None,
-    order: Tensor | None,
     most_entries: int,
     widest: list[int],
 ) -> Iterator[Lists]:
     """Yield the lists of all groups, in batches that share memory, without entries that no query of the group sees."""
     if len(q) == 0:
         return
-    order = order if limit is not None else None
-    # With clustered keys, the entries that a query may see depend on the head.
-    heads = selected_rows.shape[1] if order is None else q.shape[1]
+    heads = selected_rows.shape[1]
     selected_rows = selected_rows.contiguous()
     groups = min(len(group_tree), max(1, SCRATCH // (heads * most_entries)))
     entries = selected_rows.new_empty(groups * heads, most_entries)
@@ -125,10 +121,8 @@ def make_lists(
     for first_group in range(0, len(group_tree), groups):
         here = min(groups, len(group_tree) - first_group)
         _list_kernel[(triton.cdiv(here * heads, block),)](
-            selected_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, entries, counts,
-            first_group, here * heads, heads, q.shape[1] // keys.shape[0], 0 if order is None else order.shape[1],
-            selected_rows.shape[2], selected_rows.shape[1] * selected_rows.shape[2],
-            selected_rows.shape[2] if selected_rows.shape[1] > 1 else 0, most_entries,
+            selected_rows, group_offsets, group_tree, table, roots, level_ends, limit, entries, counts,
+            first_group, here * heads, heads, selected_rows.shape[2], most_entries,
             BLOCK=block, WIDTH=width, LEAF_CHILDREN=leaf_children, CHILDREN=children, num_warps=warps, num_stages=1,
         )  # fmt: skip
         yield Lists(first_group, here, entries, counts, heads)
@@ -173,7 +167,7 @@ def _gaps(row, below, end, table):
 
 @triton.jit
 def _write_gaps(
-    entries, count, start, number, hole, table, limit, order, CHILDREN: tl.constexpr, LEAVES: tl.constexpr
+    entries, count, start, number, hole, table, limit, CHILDREN: tl.constexpr, LEAVES: tl.constexpr
 ):  # fmt: skip
     """Append the entries of the gaps [items, paths] to every list [items], and return the new lengths."""
     SIZE: tl.constexpr = start.shape[1] * CHILDREN
@@ -184,16 +178,7 @@ def _write_gaps(
         row = tl.reshape(row, [start.shape[0], SIZE])
         exists = tl.reshape(member < number[:, :, None], [start.shape[0], SIZE])
         if limit is not None:
-            if LEAVES:
-                end = row + 1
-                leaf = row
-            else:
-                end = column(table, row, END_LEAF, exists, 0)
-                stands_for_leaf = column(table, row, STANDS_FOR_LEAF, exists, 0) != 0
-                leaf = tl.where(stands_for_leaf, end - 1, -1)
-            if order is not None:
-                held = tl.load(order + leaf, mask=exists & (leaf >= 0), other=0).to(tl.int32)
-                end = tl.where(leaf >= 0, held + 1, end)
+            end = row + 1 if LEAVES else column(table, row, END_LEAF, exists, 0)
             exists = exists & (end <= limit[:, None])
         entry = count[:, None] + tl.cumsum(exists.to(tl.int32), 1) - 1
         tl.store(entries + entry, row, mask=exists)
@@ -204,8 +189,8 @@ def _write_gaps(
 # These arguments differ from batch to batch; the kernels must not be compiled again for each value.
 kernel = triton.jit(
     do_not_specialize=[
-        *("first_group", "num_items", "num_selected", "selected_group_stride", "selected_head_stride"),
-        *("num_queries", "num_leaves", "num_rows", "list_heads", "list_head_stride"),
+        *("first_group", "num_items", "num_selected"),
+        *("num_queries", "num_rows", "list_heads", "list_head_stride"),
     ],
     do_not_specialize_on_alignment=["roots", "level_ends"],
 )
@@ -213,8 +198,8 @@ kernel = triton.jit(
 
 @kernel
 def _list_kernel(
-    selected_rows, group_offsets, group_tree, table, roots, level_ends, limit_ptr, order, entries, counts, first_group,
-    num_items, heads, heads_per_key, num_leaves, num_selected, selected_group_stride, selected_head_stride, most_entries,
+    selected_rows, group_offsets, group_tree, table, roots, level_ends, limit_ptr, entries, counts,
+    first_group, num_items, heads, num_selected, most_entries,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, LEAF_CHILDREN: tl.constexpr, CHILDREN: tl.constexpr,
 ):  # fmt: skip
     """Write the lists of a few items; an item is a group and a head."""
@@ -232,13 +217,12 @@ def _list_kernel(
             number = past + tl.arange(0, 16)[None, :]
             some = tl.load(limit_ptr + query[:, None] + number, mask=number < size[:, None], other=0)
             limit = tl.maximum(limit, tl.max(some, 1).to(tl.int32))
-    order = None if order is None else order + ((head // heads_per_key).to(tl.int64) * num_leaves)[:, None]
     entries += item.to(tl.int64)[:, None] * most_entries
 
     # Paths start at the selected rows, ordered by first leaf (of two with the same one, the higher row first); without
     # selected rows, one path starts at the root.
     w = tl.arange(0, WIDTH)[None, :]
-    begin = group * selected_group_stride + head * selected_head_stride
+    begin = (group * heads + head) * num_selected
     row = tl.load(selected_rows + begin[:, None] + w, mask=exists[:, None] & (w < num_selected), other=-1)
     first = column(table, row, FIRST_LEAF, row >= 0, NO_ROW)
     flipped = tl.where(row >= 0, row, NO_ROW) ^ NO_ROW  # higher rows have larger numbers
@@ -247,8 +231,8 @@ def _list_kernel(
     below = row * 0 - 1
     count = tl.zeros([BLOCK], tl.int32)
     start, number, hole, row, below = _gaps(row, below, tl.load(level_ends + 1), table)
-    count = _write_gaps(entries, count, start, number, hole, table, limit, order, LEAF_CHILDREN, True)
+    count = _write_gaps(entries, count, start, number, hole, table, limit, LEAF_CHILDREN, True)
     for level in range(2, tl.max(tl.load(roots + 2 * tree + 1), 0) + 1):
         start, number, hole, row, below = _gaps(row, below, tl.load(level_ends + level), table)
-        count = _write_gaps(entries, count, start, number, hole, table, limit, order, CHILDREN, False)
+        count = _write_gaps(entries, count, start, number, hole, table, limit, CHILDREN, False)
     tl.store(counts + item, count, mask=exists)

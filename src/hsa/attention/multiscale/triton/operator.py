@@ -33,7 +33,6 @@ def attend(call: MultiscaleCall) -> Tensor:
         plan,
         limit=call.limit,
         leaves=queries.leaves,
-        order=order,
         include_self=call.include_self,
         pooled_bias=call.pooled_bias,
         scale=call.scale,
