@@ -34,14 +34,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "branching": (16, 4),
         "near": 1,
         "top_k": 2,
-        "beam": 8,
     },
     "clustered, groups of 8, top_k 16, tile 16": {
         "branching": (8, 2),
         "top_k": 16,
-        "beam": 16,
         "tile": 16,
-        "chunk": 512,
     },
 }
 

@@ -310,3 +310,26 @@ def test_compiles():
     q, k, v = rows_of([40], 3)
     attend = torch.compile(lambda *x: clustered_attention(*x, causal=True, **SMALL).sin(), backend="aot_eager")
     close(attend(q, k, v), clustered_attention(q, k, v, causal=True, **SMALL).sin())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_that_are_not_finite_stay_in_their_sequence(causal):
+    q, k, v = rows_of([24, 24], 3)
+    options = {"threshold": 0.3, "causal": causal, **SMALL}
+    wanted = clustered_attention(q, k, v, [24, 24], **options)
+    v[0] = torch.nan
+    out = clustered_attention(q, k, v, [24, 24], **options)
+    assert out[:24].isnan().any()
+    close(out[24:], wanted[24:])
+
+
+def test_no_value_dimension():
+    q, k, v = rows_of([40], 3)
+    assert clustered_attention(q, k, v[..., :0], causal=True, **SMALL).shape == (40, q.shape[1], 0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_log_sum_exp_is_wide_without_queries(backend):
+    q, k, v = rows_of([40], 3, dtype=torch.bfloat16)
+    options = {"query_lengths": [0], "return_lse": True, "backend": backend, **SMALL}
+    assert clustered_attention(q[:0], k, v, [40], **options)[1].dtype == torch.float32

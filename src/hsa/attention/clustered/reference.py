@@ -105,7 +105,7 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
                 outputs.append(weights @ torch.stack(values))
                 sums.append(stacked.logsumexp(0))
     if not outputs:
-        return call.q.new_empty(0, heads, call.v.shape[2]), call.q.new_empty(0, heads)
+        return call.q.new_empty(0, heads, call.v.shape[2]), call.q.new_empty(0, heads, dtype=dtype)
     return torch.stack(outputs).unflatten(0, (-1, heads)).to(call.q.dtype), torch.stack(sums).unflatten(0, (-1, heads))
 
 

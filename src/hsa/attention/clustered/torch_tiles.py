@@ -2,7 +2,7 @@
 
 Tiles of one sequence that see the same chunks are a block: their groups are scored together, and their lists are built
 together. Lists of similar length are then read together. Logits are laid out as `[keys, queries]`, so that a row of a table
-is active for a range of one row of logits.
+is active for a range of one row of logits. They are logarithms to base 2, as `exp2` is several times faster than `exp`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from hsa.tree.lasting import lasting
 
 SCORES = {"cpu": 2**20, "cuda": 2**26}
 """Number of scores in memory at once, unless a single tile has more. On a CPU, they fit its cache."""
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def _tiles_at_once(q: Tensor, layout: Layout) -> int:
 
 
 def _queries(q: Tensor, scale: float, block: Block) -> Tensor:
-    """Return the scaled queries of a block `[heads, tiles, queries, dim]`, in a dtype that is wide enough for sums."""
-    q = q[block.rows].to(torch.promote_types(q.dtype, torch.float32)).transpose(0, 1).contiguous() * scale
+    """Return the queries of a block `[heads, tiles, queries, dim]`, wide enough for sums, and scaled for base 2."""
+    q = q[block.rows].to(torch.promote_types(q.dtype, torch.float32)).transpose(0, 1).contiguous() * (scale * LOG2_E)
     return q.view(len(q), block.tiles, block.queries, q.shape[2])
 
 
@@ -146,9 +147,9 @@ def _first_rows(call: SelectCall, table: Tensor, block: Block) -> Tensor:
 
 def _margins(call: SelectCall, q: Tensor, table: Tensor, block: Block) -> Tensor:
     """Return products of the table with queries `[kv_heads, rows of the table, queries]`, less what a group must have."""
-    rows, log_count = q.view(len(table), -1, q.shape[3]), math.log(call.layout.shape.group)
+    rows, log_count = q.view(len(table), -1, q.shape[3]), math.log2(call.layout.shape.group)
     if call.threshold is not None:
-        bound = _normalizer(call, q, block).view(*rows.shape[:2], 1) + (math.log(call.threshold) - log_count)
+        bound = _normalizer(call, q, block).view(*rows.shape[:2], 1) + (math.log2(call.threshold) - log_count)
         unknown = bound.isnan()  # queries with NaN want nothing, and must not affect the others of their tile
         rows = torch.cat([rows.masked_fill(unknown, 0), -bound.masked_fill(unknown, math.inf)], -1)
         return torch.bmm(table.flatten(1, 3), rows.transpose(1, 2))
@@ -166,10 +167,10 @@ def _normalizer(call: SelectCall, q: Tensor, block: Block) -> Tensor:
     begin = layout.num_chunks * (shape.chunk + shape.groups) + block.first_chunk * shape.rows[2]
     nodes = call.keys.k[:, begin : begin + block.chunks * shape.rows[2]].to(q.dtype)
     pooled = torch.bmm(nodes, q.view(len(nodes), -1, q.shape[3]).transpose(1, 2))
-    lse = _softmax(pooled)[2].view(q.shape[:3]) + math.log(shape.node)
+    lse = _softmax(pooled)[2].view(q.shape[:3]) + math.log2(shape.node)
     for tiles in _spans(block, layout):
         exact = _softmax(_exact_logits(q[:, tiles], call.k, block, tiles, layout))[2]
-        lse[:, tiles] = torch.logaddexp(lse[:, tiles], exact.view(len(q), -1, block.queries))
+        lse[:, tiles] = torch.logaddexp2(lse[:, tiles], exact.view(len(q), -1, block.queries))
     return lse
 
 
@@ -203,9 +204,9 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Weights are relative to the largest one of a query, so that their sum is at least 1 if the query sees any key.
     """
     largest = logits.detach().amax(1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
-    weights = logits.sub_(largest).exp_()
+    weights = logits.sub_(largest).exp2_()
     mass = weights.sum(1).clamp(min=1)
-    return weights, mass, mass.log() + largest.squeeze(1)
+    return weights, mass, mass.log2() + largest.squeeze(1)
 
 
 @torch.compiler.disable(reason="the torch backend of hsa.clustered_attention depends on values, such as the lists")
@@ -213,7 +214,7 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     """Compute `hsa.clustered_attention` from checked arguments: the output and its log-sum-exp `[queries, heads]`."""
     keys = call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows)
     selection = call.selection or select(call.select(keys))
-    every = blocks(call.layout, _tiles_at_once(call.q, call.layout))
+    every = blocks(call.layout, call.layout.num_tiles)
     if call.needs_gradient and call.layout.num_tiles:
         parts = [checkpoint(_attend, call, keys, selection, block, use_reentrant=False) for block in every]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
@@ -234,13 +235,13 @@ def _attend(call: ClusteredCall, keys: ClusteredKeys, selection: TileSelection, 
     if block.chunks:
         parts.append(_attend_lists(call, keys, selection, q, block))
     out, lse = parts[0] if len(parts) == 1 else _merged(*parts)
-    return out.flatten(1, 2).transpose(0, 1).to(call.q.dtype), lse.flatten(1).T
+    return out.flatten(1, 2).transpose(0, 1).to(call.q.dtype), lse.flatten(1).T / LOG2_E
 
 
 def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the attention to the keys of both, each given as output and log-sum-exp."""
-    lse = torch.logaddexp(a[1], b[1])
-    return a[0] * (a[1] - lse).exp()[..., None] + b[0] * (b[1] - lse).exp()[..., None], lse
+    lse = torch.logaddexp2(a[1], b[1])
+    return a[0] * (a[1] - lse).exp2()[..., None] + b[0] * (b[1] - lse).exp2()[..., None], lse
 
 
 def _attend_exact(call: ClusteredCall, q: Tensor, block: Block, tiles: slice) -> tuple[Tensor, Tensor]:
@@ -279,12 +280,17 @@ def _entries_at_once(call: ClusteredCall, q: Tensor, queries: int) -> int:
 
 
 def _batches(lengths: list[int], most: int) -> Iterator[tuple[slice, int]]:
-    """Yield slices of lists, sorted by length, and the length of the longest, with at most this number of entries."""
-    begin = 0
+    """Yield slices of lists, sorted by length, and the length of their longest.
+
+    A batch has at most this number of entries, or one list, and an eighth of it may be padding.
+    """
+    begin = total = 0
     for end, longest in enumerate(lengths):
-        if end > begin and (end + 1 - begin) * longest > most:
+        entries = (end + 1 - begin) * longest
+        if end > begin and (entries > most or entries - total - longest > most // 8):
             yield slice(begin, end), lengths[end - 1]
-            begin = end
+            begin, total = end, 0
+        total += longest
     yield slice(begin, len(lengths)), lengths[-1]
 
 
@@ -314,10 +320,10 @@ def _biases(call: ClusteredCall, dtype: torch.dtype) -> Tensor:
     """Return `[heads, levels]` what is added to the logits of keys, groups, nodes and chunks: log |B| and a bias."""
     shape, device = call.layout.shape, call.q.device
     counts = torch.tensor([1, shape.group, shape.node, shape.chunk], dtype=dtype, device=device)
-    biases = counts.log().expand(call.q.shape[1], 4)
+    biases = counts.log2().expand(call.q.shape[1], 4)
     if call.pooled_bias is None:
         return biases
-    return torch.cat([biases[:, :1], biases[:, 1:] + call.pooled_bias.to(dtype)[:, None]], 1)
+    return torch.cat([biases[:, :1], biases[:, 1:] + LOG2_E * call.pooled_bias.to(dtype)[:, None]], 1)
 
 
 @lru_cache(maxsize=16)
