@@ -33,9 +33,7 @@ def why_not_triton_select(call: SelectCall) -> list[str]:
 
 def _why_not(q: Tensor, v: Tensor, call: ClusteredCall | SelectCall) -> list[str]:
     shape, reasons = call.layout.shape, available.why_not(q, v, call.backend)
-    for width in {q.shape[-1], v.shape[-1]}:
-        if width % 16:
-            reasons.append(f"head dims must be multiples of 16, not {width}")
+    reasons += why_not_widths(q, v)
     if call.scale <= 0:
         reasons.append(f"the scale must be positive, not {call.scale}")
     rows = call.layout.num_chunks * sum(shape.rows)
@@ -50,8 +48,14 @@ def _why_not(q: Tensor, v: Tensor, call: ClusteredCall | SelectCall) -> list[str
 
 def why_not_cluster(k: Tensor, v: Tensor, shape: Shape) -> list[str]:
     """Return the reasons why the kernel cannot run `hsa.cluster`; an empty list if it can."""
-    reasons = available.why_not(k, v, "auto") + why_not_shape(shape)
-    return reasons if k.shape[-1] % 16 == v.shape[-1] % 16 == 0 else [*reasons, "head dims must be multiples of 16"]
+    return available.why_not(k, v, "auto") + why_not_widths(k, v) + why_not_shape(shape)
+
+
+def why_not_widths(k: Tensor, v: Tensor) -> list[str]:
+    """Return the reasons why the kernels do not support these head dims."""
+    dim, value_dim = k.shape[-1], v.shape[-1]
+    reasons = [] if dim == available.padded(dim) else [f"head dims must be powers of two from 16 on, not {dim}"]
+    return reasons if value_dim % 16 == 0 else [*reasons, f"value dims must be multiples of 16, not {value_dim}"]
 
 
 def why_not_shape(shape: Shape) -> list[str]:
