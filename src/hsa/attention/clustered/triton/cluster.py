@@ -82,8 +82,12 @@ def _length(x):
 def _rank(key, scratch, PARTS: tl.constexpr, SIZE: tl.constexpr):
     """Return the ranks of distinct keys `[PARTS, SIZE]` inside their parts. Each program has a scratch of its own."""
     part = tl.arange(0, PARTS)[:, None] * SIZE
-    tl.store(scratch + part + tl.arange(0, SIZE)[None, :], key)
+    own = scratch + part + tl.arange(0, SIZE)[None, :]
+    tl.store(own, key)
     tl.debug_barrier()
+    # Read back: a key that the compiler computes twice, in another order of additions, might differ from the stored one, and
+    # ranks would not be a permutation.
+    key = tl.load(own)
     rank = tl.zeros([PARTS, SIZE], tl.int32)
     WIDE: tl.constexpr = min(SIZE, 32)
     for begin in range(0, SIZE, WIDE):
