@@ -65,11 +65,20 @@ def run(arguments: Sequence[str] | None = None) -> None:
         _complain(f"this command needs the package {error.name!r}; install it with: pip install 'hsa[all]'")
         sys.exit(_PROBLEM)
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes its buffer there at exit
+        _drop_output()
     except SystemExit as stop:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _drop_output()
         if not isinstance(stop.__context__, BrokenPipeError):  # rich exits with 1 on a closed pipe
             raise
     sys.exit(0)
+
+
+def _drop_output() -> None:
+    """Send the rest of the output nowhere: Python flushes its buffer at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def named_options(tokens: Sequence[str]) -> frozenset[str]:
