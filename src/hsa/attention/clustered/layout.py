@@ -173,12 +173,15 @@ class Layout:
         """Return `chunk_rows` on a device."""
         return _rows_of_chunks(self, device)
 
-    def slabs(self, device: torch.device, most: int | None = None) -> list[Slab]:
+    def slabs(self, device: torch.device, bundle: int, most: int | None = None) -> list[Slab]:
         """Return the tiles for kernels, in slabs of at most `most` visible chunks, or of a single tile.
 
         Without `most`, there is one slab, whose offsets are those of the layout. Tiles that see most chunks come first.
+
+        Args:
+            bundle: Maximum number of tiles per bundle.
         """
-        return _slabs(self, device, most)
+        return _slabs(self, device, bundle, most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,11 +190,15 @@ class Slab:
 
     Attributes:
         tiles: `[tiles, 8]`: first row of q, number of rows, first visible chunk, number of visible chunks, first exact
-            row of k, end of the exact rows for the first query, number of visible chunks of the tiles before, nothing.
+            row of k, end of the exact rows for the first query, number of visible chunks of the tiles before, number of
+            tiles before.
+        bundles: `[bundles, 2]`: first tile and number of tiles. The tiles of a bundle follow each other in a sequence and
+            see the same chunks, at least one.
         chunks: Number of visible chunks of all tiles.
     """
 
     tiles: Tensor
+    bundles: Tensor
     chunks: int
 
 
@@ -202,11 +209,11 @@ def _rows_of_chunks(layout: Layout, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _slabs(layout: Layout, device: torch.device, most: int | None) -> list[Slab]:
+def _slabs(layout: Layout, device: torch.device, bundle: int, most: int | None) -> list[Slab]:
     order = np.argsort(-layout.tile_chunks, kind="stable")
     rows, visible = layout.tile_row, layout.tile_chunks
     parts = [rows[:-1], np.diff(rows), layout.tile_chunk, visible, layout.tile_exact, layout.tile_end]
-    columns = np.stack([*parts, layout.tile_offset[:-1], np.zeros_like(visible)], 1)[order]
+    columns = np.stack([*parts, layout.tile_offset[:-1], np.arange(len(visible))], 1)[order]
     cuts, held = [0], 0
     for i, chunks in enumerate(columns[:, 3]):
         if most is not None and held and held + chunks > most:
@@ -216,11 +223,23 @@ def _slabs(layout: Layout, device: torch.device, most: int | None) -> list[Slab]
     for begin, end in zip(cuts, [*cuts[1:], len(columns)], strict=True):
         part = columns[begin:end].copy()
         if most is not None:
-            part[:, 6] = np.cumsum(part[:, 3]) - part[:, 3]
+            part[:, 6], part[:, 7] = np.cumsum(part[:, 3]) - part[:, 3], np.arange(end - begin)
+        bundles = _bundles(layout.tile_sequence[order][begin:end], part[:, 3], bundle)
         with lasting():
-            tiles = torch.from_numpy(part.astype(np.int32)).to(device)
-        slabs.append(Slab(tiles, int(part[:, 3].sum())))
+            tables = [torch.from_numpy(x.astype(np.int32)).to(device) for x in (part, bundles)]
+        slabs.append(Slab(*tables, int(part[:, 3].sum())))
     return slabs if len(columns) else []
+
+
+def _bundles(sequence: np.ndarray, visible: np.ndarray, most: int) -> np.ndarray:
+    """Return `[bundles, 2]` the first tile and the number of tiles of runs with the same sequence and visible chunks."""
+    tiles = len(sequence)
+    starts = np.ones(tiles, bool)
+    starts[1:] = (sequence[1:] != sequence[:-1]) | (visible[1:] != visible[:-1])
+    run = np.maximum.accumulate(np.where(starts, np.arange(tiles), 0))
+    first = np.flatnonzero((np.arange(tiles) - run) % most == 0)
+    bundles = np.stack([first, np.diff(np.append(first, tiles))], 1)
+    return bundles[visible[first] > 0]
 
 
 def layout_of(

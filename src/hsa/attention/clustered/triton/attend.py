@@ -1,7 +1,7 @@
 """Kernel that attends from a tile of queries to its exact keys and to its lists, with an online softmax.
 
-Each step gathers runs of eight rows of the tables. A row is active for an interval of queries: from its entry's first
-query on, and, if it is pooled, until its own group, node or chunk is opened.
+Lists come from `lower`: groups that are open for the whole tile, which need no mask; groups that are opened later; and pooled
+rows, each for an interval of queries. Programs of one head follow each other, so that its keys and values stay in the cache.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from hsa.attention.clustered.triton.tiles import load_queries, load_tile
 
 
 @triton.jit
-def _step(x, keys, values, active, top, mass, out, scale, PRECISION: tl.constexpr):
-    """Attend to some keys `[columns, D]`, and return the new maximum, mass and output. The scale is positive."""
-    logit = tl.dot(x, tl.trans(keys), input_precision=PRECISION)
-    logit = tl.where(active, logit, float("-inf"))
-    new = tl.maximum(top, tl.max(logit, 1) * scale)
-    return _accumulate(logit * scale, values, new, top, mass, out, PRECISION)
+def _rows(table, index, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Load rows of a table `[rows, WIDTH]`, padded with zeros to a power of two."""
+    column = tl.arange(0, PADDED)
+    at = table + index[:, None] * stride + column[None, :]
+    return tl.load(at) if WIDTH == PADDED else tl.load(at, mask=column[None, :] < WIDTH, other=0.0)
 
 
 @triton.jit
-def _accumulate(logit, values, new, top, mass, out, PRECISION: tl.constexpr):
-    """Add values, weighted by logits, to a running softmax."""
+def _step(logit, values, top, mass, out, scale, shift, PRECISION: tl.constexpr):
+    """Add values, weighted by scale · logit + shift, to a running softmax. The scale is positive."""
+    new = tl.maximum(top, tl.max(logit, 1) * scale + shift)
     base = tl.where(new == float("-inf"), 0.0, new)
-    weight = tl.exp2(logit - base[:, None])
+    weight = tl.exp2(logit * scale - (base - shift)[:, None])
     shrink = tl.exp2(top - base)
     mass = mass * shrink + tl.sum(weight, 1)
     out = tl.dot(weight.to(values.dtype), values, out * shrink[:, None], input_precision=PRECISION)
@@ -33,96 +33,125 @@ def _accumulate(logit, values, new, top, mass, out, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def attend(
-    q, k, v, k_table, v_table, key_list, pooled_list, ends, counts, tiles, bias, out, lse,
-    heads, kv_heads, lists, chunks, q_row, q_head, k_row, k_head, v_row, v_head, scale,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, BIASED: tl.constexpr,
-    LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+def _runs(entry, SIZE: tl.constexpr, ENTRIES: tl.constexpr):
+    """Return the rows `[ENTRIES · SIZE]` of the groups of some entries."""
+    return tl.reshape(((entry >> 8) * SIZE)[:, None] + tl.arange(0, SIZE)[None, :], [ENTRIES * SIZE])
+
+
+@triton.jit
+def _pooled(
+    x, k_table, v_table, entries, count, shift, top, mass, total, scale,
+    TILE: tl.constexpr, LOG_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) % heads
-    number = tl.program_id(0) // heads
+    """Attend to the listed rows of one level, given its first rows in the tables."""
+    query, index = tl.arange(0, TILE), tl.arange(0, BLOCK)
+    entry = tl.load(entries + index, mask=index < count, other=0)
+    for begin in range(0, count, BLOCK):
+        rows = entry >> (2 * LOG_TILE + 1)
+        since = (entry >> (LOG_TILE + 1)) & (TILE - 1)
+        until = entry & (2 * TILE - 1)
+        entry = tl.load(entries + begin + BLOCK + index, mask=index < count - BLOCK - begin, other=0)
+        logit = tl.dot(x, tl.trans(_rows(k_table, rows, DIM, DIM, DIM)), input_precision=PRECISION)
+        active = (query[:, None] >= since[None, :]) & (query[:, None] < until[None, :])
+        logit = tl.where(active, logit, float("-inf"))
+        values = _rows(v_table, rows, VALUE_DIM, VALUE_DIM, DV)
+        top, mass, total = _step(logit, values, top, mass, total, scale, shift, PRECISION)
+    return top, mass, total
+
+
+@triton.jit
+def attend(
+    q, k, v, k_table, v_table, key_list, pooled_list, counts, tiles, bias, out, lse,
+    num_tiles, heads, kv_heads, lists, chunks, q_row, q_head, k_row, k_head, v_row, v_head, scale,
+    TILE: tl.constexpr, LOG_TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, BIASED: tl.constexpr,
+    LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) // num_tiles
+    number = tl.program_id(0) % num_tiles
     kv_head = (head // (heads // kv_heads)).to(tl.int64)
     listed = head // (heads // lists)
-    row, count, first_chunk, visible, exact, end, offset, _ = load_tile(tiles, number)
+    row, count, first_chunk, visible, exact, end, offset, before = load_tile(tiles, number)
     query = tl.arange(0, TILE)
-    column, value_column = tl.arange(0, D), tl.arange(0, DV)
-    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, D)
+    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM)
     top = tl.full([TILE], float("-inf"), tl.float32)
     mass = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE, DV], tl.float32)
 
-    last = end + (count - 1 if CAUSAL else 0)
-    for begin in range(0, last - exact, BLOCK):
-        key = exact + begin + tl.arange(0, BLOCK)
-        there = key < last
-        rows = tl.where(there, key, exact).to(tl.int64)[:, None]
-        y = tl.load(k + rows * k_row + kv_head * k_head + column[None, :], mask=column[None, :] < DIM, other=0.0)
-        z = tl.load(
-            v + rows * v_row + kv_head * v_head + value_column[None, :],
-            mask=value_column[None, :] < VALUE_DIM,
-            other=0.0,
-        )
-        limit = end + query if CAUSAL else end + 0 * query
-        active = there[None, :] & (key[None, :] < limit[:, None])
-        top, mass, total = _step(x, y, z, active, top, mass, total, scale, PRECISION)
+    # Exact keys: first whole blocks that all queries see, then the others.
+    k += exact.to(tl.int64) * k_row + kv_head * k_head
+    v += exact.to(tl.int64) * v_row + kv_head * v_head
+    last = end - exact + (count - 1 if CAUSAL else 0)
+    whole = (end - exact) // BLOCK * BLOCK
+    for begin in range(0, whole, BLOCK):
+        key = begin + tl.arange(0, BLOCK)
+        logit = tl.dot(x, tl.trans(_rows(k, key, k_row, DIM, DIM)), input_precision=PRECISION)
+        top, mass, total = _step(logit, _rows(v, key, v_row, VALUE_DIM, DV), top, mass, total, scale, 0.0, PRECISION)
+    for begin in range(whole, last, BLOCK):
+        key = begin + tl.arange(0, BLOCK)
+        there = tl.minimum(key, last - 1)
+        logit = tl.dot(x, tl.trans(_rows(k, there, k_row, DIM, DIM)), input_precision=PRECISION)
+        limit = tl.minimum(end - exact + query, last) if CAUSAL else last + 0 * query
+        logit = tl.where(key[None, :] < limit[:, None], logit, float("-inf"))
+        top, mass, total = _step(logit, _rows(v, there, v_row, VALUE_DIM, DV), top, mass, total, scale, 0.0, PRECISION)
 
-    table = chunks * (CHUNK + GROUPS + NODES + 1)
-    k_table += kv_head * table * DIM
-    v_table += kv_head * table * VALUE_DIM
-    base = offset.to(tl.int64) * lists + listed * visible
-    key_list += base * GROUPS
-    pooled_list += base * (NODES + 2)
-    ends += base * (NODES + 2) * 8
-    num_keys = tl.load(counts + (number * lists + listed) * 2)
-    num_pooled = tl.load(counts + (number * lists + listed) * 2 + 1)
-    index = tl.arange(0, ENTRIES * 8) // 8
-    within = tl.arange(0, ENTRIES * 8) % 8
+    # Pooled rows of the sequence.
+    table = kv_head * chunks * (CHUNK + GROUPS + NODES + 1)
+    base = (offset.to(tl.int64) * lists + listed * visible) * GROUPS
+    counts += (listed * num_tiles + number) * 8
+    shift = tl.load(bias + head) if BIASED else 0.0
+    pooled_list += base
+    level = table + chunks * CHUNK + first_chunk * GROUPS
+    top, mass, total = _pooled(
+        x, k_table + level * DIM, v_table + level * VALUE_DIM, pooled_list, tl.load(counts + 2), shift + LOG_GROUP,
+        top, mass, total, scale, TILE, LOG_TILE, DIM, VALUE_DIM, DV, PRECISION, BLOCK,
+    )  # fmt: skip
+    pooled_list += visible * (GROUPS - NODES)
+    level = table + chunks * (CHUNK + GROUPS) + first_chunk * NODES
+    top, mass, total = _pooled(
+        x, k_table + level * DIM, v_table + level * VALUE_DIM, pooled_list, tl.load(counts + 3), shift + LOG_NODE,
+        top, mass, total, scale, TILE, LOG_TILE, DIM, VALUE_DIM, DV, PRECISION, BLOCK,
+    )  # fmt: skip
+    pooled_list += visible * (NODES - 1)
+    level = table + chunks * (CHUNK + GROUPS + NODES) + first_chunk
+    top, mass, total = _pooled(
+        x, k_table + level * DIM, v_table + level * VALUE_DIM, pooled_list, tl.load(counts + 4), shift + LOG_CHUNK,
+        top, mass, total, scale, TILE, LOG_TILE, DIM, VALUE_DIM, DV, PRECISION, BLOCK,
+    )  # fmt: skip
 
-    # Entries are loaded one step ahead, because the addresses of keys and values depend on them. Behind the last one, it is
-    # repeated without a query for which it is active: rows of another sequence might hold values that are not finite.
-    entry = tl.load(key_list + tl.minimum(index, num_keys - 1), mask=num_keys > 0, other=0)
-    for begin in range(0, num_keys, ENTRIES):
-        following = tl.load(key_list + tl.minimum(begin + ENTRIES + index, num_keys - 1))
-        rows = ((entry >> 8) + within).to(tl.int64)[:, None]
-        y = tl.load(k_table + rows * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
-        z = tl.load(
-            v_table + rows * VALUE_DIM + value_column[None, :], mask=value_column[None, :] < VALUE_DIM, other=0.0
-        )
-        since = tl.where(begin + index < num_keys, entry & 255, 255)
-        active = query[:, None] >= since[None, :]
-        top, mass, total = _step(x, y, z, active, top, mass, total, scale, PRECISION)
-        entry = following
-
-    pooled_bias = tl.load(bias + head) if BIASED else 0.0
-    first_of_nodes = chunks * (CHUNK + GROUPS)
-    first_of_roots = first_of_nodes + chunks * NODES
-    last_root = first_of_roots + first_chunk + visible - 1
-    entry = tl.load(pooled_list + tl.minimum(index, num_pooled - 1), mask=num_pooled > 0, other=0)
-    for begin in range(0, num_pooled, ENTRIES):
-        following = tl.load(pooled_list + tl.minimum(begin + ENTRIES + index, num_pooled - 1))
-        is_group, is_root = entry >> 8 < first_of_nodes, entry >> 8 >= first_of_roots
-        inside = is_group | is_root | (within < NODES)
-        there = inside & (begin + index < num_pooled)
-        until = tl.load(ends + begin * 8 + tl.arange(0, ENTRIES * 8), mask=there, other=0).to(tl.int32)
-        since = entry & 255
-        log_count = tl.where(is_group, LOG_GROUP, tl.where(is_root, LOG_CHUNK, LOG_NODE)) + pooled_bias
-        rows = tl.minimum((entry >> 8) + tl.where(inside, within, 0), last_root).to(tl.int64)[:, None]
-        y = tl.load(k_table + rows * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
-        z = tl.load(
-            v_table + rows * VALUE_DIM + value_column[None, :], mask=value_column[None, :] < VALUE_DIM, other=0.0
-        )
-        active = (query[:, None] >= since[None, :]) & (query[:, None] < until[None, :])
-        logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + log_count[None, :]
-        logit = tl.where(active, logit, float("-inf"))
-        new = tl.maximum(top, tl.max(logit, 1))
-        top, mass, total = _accumulate(logit, z, new, top, mass, total, PRECISION)
-        entry = following
+    # Keys of groups that are open for all queries, then of the others, which are listed from the end on. Entries are loaded
+    # one step ahead, because the addresses of keys and values depend on them.
+    SIZE: tl.constexpr = CHUNK // GROUPS
+    k_table += (table + first_chunk * CHUNK) * DIM
+    v_table += (table + first_chunk * CHUNK) * VALUE_DIM
+    index = tl.arange(0, ENTRIES)
+    key_list += base + (before * lists + listed).to(tl.int64) * ENTRIES
+    num_whole = tl.load(counts)
+    entry = tl.load(key_list + index)
+    for begin in range(0, num_whole, ENTRIES):
+        rows = _runs(entry, SIZE, ENTRIES)
+        entry = tl.load(key_list + tl.minimum(begin + ENTRIES, num_whole - ENTRIES) + index)
+        logit = tl.dot(x, tl.trans(_rows(k_table, rows, DIM, DIM, DIM)), input_precision=PRECISION)
+        values = _rows(v_table, rows, VALUE_DIM, VALUE_DIM, DV)
+        top, mass, total = _step(logit, values, top, mass, total, scale, 0.0, PRECISION)
+    key_list += visible * GROUPS + ENTRIES - 1
+    num_later = tl.load(counts + 1)
+    entry = tl.load(key_list - index, mask=num_later > 0, other=0)
+    for begin in range(0, num_later, ENTRIES):
+        rows = _runs(entry, SIZE, ENTRIES)
+        since = tl.reshape(tl.broadcast_to((entry & 255)[:, None], [ENTRIES, SIZE]), [ENTRIES * SIZE])
+        entry = tl.load(key_list - tl.minimum(begin + ENTRIES, (num_later - 1) // ENTRIES * ENTRIES) - index)
+        logit = tl.dot(x, tl.trans(_rows(k_table, rows, DIM, DIM, DIM)), input_precision=PRECISION)
+        logit = tl.where(query[:, None] >= since[None, :], logit, float("-inf"))
+        values = _rows(v_table, rows, VALUE_DIM, VALUE_DIM, DV)
+        top, mass, total = _step(logit, values, top, mass, total, scale, 0.0, PRECISION)
 
     total = total / tl.where(mass > 0, mass, 1.0)[:, None]
-    rows = (row + query).to(tl.int64)
+    at = (row + query).to(tl.int64)
+    value_column = tl.arange(0, DV)
+    to = out + (at * heads + head)[:, None] * VALUE_DIM + value_column[None, :]
     there = query < count
-    to = out + (rows * heads + head)[:, None] * VALUE_DIM + value_column[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=there[:, None] & (value_column[None, :] < VALUE_DIM))
-    tl.store(lse + rows * heads + head, (top + tl.log2(mass)) * 0.6931471805599453, mask=there)
+    tl.store(lse + at * heads + head, (top + tl.log2(mass)) * 0.6931471805599453, mask=there)

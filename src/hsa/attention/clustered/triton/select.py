@@ -1,11 +1,12 @@
 """Kernels that select groups: a bound per query, the first query of a tile that reaches it, and lists of open rows.
 
-No matrix of scores is written: `first_rows` keeps, per tile, list and group, one byte. `lower` turns these bytes into
-two lists per tile and list, in a fixed order. An entry is a run of eight rows of the tables and the first query for which
-they are active, packed into one integer:
+No matrix of scores is written: `select` keeps, per tile, list and group, one byte. A program has a *bundle* of tiles that see
+the same chunks, so that the means and spreads of groups are read once for all of them. `lower` turns the bytes into two lists
+per tile and list, in a fixed order:
 
-- keys: the keys of an open group;
-- pooled: the groups of an open node, the nodes of an open chunk, and eight chunks at a time.
+- keys: open groups. Those that are open for all queries come first, as many as fill whole steps of `attend`; the others are
+  listed from the end on, with the first query for which they are open, and padded;
+- pooled: the means of groups, of nodes and of chunks that are active for some query, with their interval of queries.
 
 Logits are in powers of two. Bounds and estimates leave out the scale and the size of a group, which all groups share.
 """
@@ -16,51 +17,6 @@ import triton
 import triton.language as tl
 
 from hsa.attention.clustered.triton.tiles import load_queries, load_tile
-
-
-@triton.jit
-def normalizers(
-    q, k, k_table, tiles, bounds, heads, kv_heads, chunks, q_row, q_head, k_row, k_head, scale, log_threshold,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
-    D: tl.constexpr, CAUSAL: tl.constexpr, LOG_NODE: tl.constexpr, LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Store the bound of every query: the log-sum-exp of exact keys and pooled nodes, plus the log of the threshold."""
-    head = tl.program_id(0) % heads
-    kv_head = (head // (heads // kv_heads)).to(tl.int64)
-    row, count, first_chunk, visible, exact, end, _, _ = load_tile(tiles, tl.program_id(0) // heads)
-    if visible == 0:
-        return
-    query = tl.arange(0, TILE)
-    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, D)
-    column = tl.arange(0, D)
-    top = tl.full([TILE], float("-inf"), tl.float32)
-    mass = tl.zeros([TILE], tl.float32)
-    # First the exact keys of k, then the nodes of the visible chunks.
-    last = end + (count - 1 if CAUSAL else 0)
-    for begin in range(0, last - exact, BLOCK):
-        key = exact + begin + tl.arange(0, BLOCK)
-        there = key < last
-        rows = tl.where(there, key, exact).to(tl.int64)
-        y = tl.load(
-            k + rows[:, None] * k_row + kv_head * k_head + column[None, :], mask=column[None, :] < DIM, other=0.0
-        )
-        logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
-        limit = end + query if CAUSAL else end + 0 * query
-        logit = tl.where(there[None, :] & (key[None, :] < limit[:, None]), logit, float("-inf"))
-        top, mass = _add(logit, top, mass)
-    base = k_table + kv_head * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
-    base += (chunks * (CHUNK + GROUPS) + first_chunk * NODES).to(tl.int64) * DIM
-    for begin in range(0, visible * NODES, BLOCK):
-        node = begin + tl.arange(0, BLOCK)
-        there = node < visible * NODES
-        rows = tl.where(there, node, 0).to(tl.int64)
-        y = tl.load(base + rows[:, None] * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
-        logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + LOG_NODE
-        logit = tl.where(there[None, :], logit, float("-inf"))
-        top, mass = _add(logit, top, mass)
-    bound = (top + tl.log2(mass) + log_threshold - LOG_GROUP) / scale
-    tl.store(bounds + (row + query).to(tl.int64) * heads + head, bound, mask=query < count)
 
 
 @triton.jit
@@ -75,31 +31,30 @@ def _add(logit, top, mass):
 @triton.jit
 def _estimates(
     x, means, spreads, begin, groups, weight,
-    DIM: tl.constexpr, D: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the estimates `[groups, queries]` of a block of groups, without scale and size, and which groups exist.
 
     Groups are the rows of the product, so that a minimum over the queries stays inside a few threads.
     """
-    column = tl.arange(0, D)
+    column = tl.arange(0, DIM)
     group = begin + tl.arange(0, BLOCK)
-    there = group < groups
-    rows = tl.where(there, group, 0).to(tl.int64)
-    offsets = rows[:, None] * DIM + column[None, :]
-    mean = tl.load(means + offsets, mask=column[None, :] < DIM, other=0.0)
-    estimate = tl.dot(mean, tl.trans(x), input_precision=PRECISION)
-    if SPREAD != 0:
-        spread = tl.load(spreads + offsets, mask=column[None, :] < DIM, other=0.0)
-        deviation = tl.abs(tl.dot(spread, tl.trans(x), input_precision=PRECISION))
-        estimate += deviation if SPREAD == 1 else deviation * weight  # without a product for the default weight
-    return estimate, there
+    offsets = tl.minimum(group, groups - 1)[:, None] * DIM + column[None, :]
+    mean = tl.load(means + offsets)
+    if SPREAD == 0:
+        return tl.dot(mean, tl.trans(x), input_precision=PRECISION), group < groups
+    spread = tl.load(spreads + offsets)
+    deviation = tl.abs(tl.dot(spread, tl.trans(x), input_precision=PRECISION))
+    if SPREAD == 2:  # no product for the default weight, 1
+        deviation *= weight
+    return tl.dot(mean, tl.trans(x), deviation, input_precision=PRECISION), group < groups
 
 
 @triton.jit
 def largest(
     q, k_table, spread, tiles, bounds, heads, kv_heads, chunks, q_row, q_head, number, weight,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
-    D: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, KEPT: tl.constexpr,
+    SPREAD: tl.constexpr, PRECISION: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Store the bound of every query: its `number`-th largest estimate, or −∞ if there are fewer groups."""
     head = tl.program_id(0) % heads
@@ -108,118 +63,167 @@ def largest(
     if visible == 0:
         return
     query = tl.arange(0, TILE)
-    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, D)
+    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM)
     means = k_table + kv_head * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
     means += (chunks * CHUNK + first_chunk * GROUPS).to(tl.int64) * DIM
     spreads = spread + (kv_head * chunks * GROUPS + first_chunk * GROUPS) * DIM
     best = tl.full([TILE, KEPT], float("-inf"), tl.float32)
     for begin in range(0, visible * GROUPS, KEPT):
-        estimate, there = _estimates(
-            x, means, spreads, begin, visible * GROUPS, weight, DIM, D, SPREAD, PRECISION, KEPT
-        )
+        estimate, there = _estimates(x, means, spreads, begin, visible * GROUPS, weight, DIM, SPREAD, PRECISION, KEPT)
         # NaN counts as −∞, as in a comparison.
         estimate = tl.where(there[:, None] & (estimate == estimate), estimate, float("-inf"))
         best = tl.topk(tl.reshape(tl.join(best, tl.trans(estimate)), [TILE, 2 * KEPT]), KEPT)
     bound = tl.max(tl.where(tl.arange(0, KEPT)[None, :] == number - 1, best, float("-inf")), 1)
     bound = tl.where(
         bound == float("-inf"), bound, bound - 1e-5 - 1e-6 * tl.abs(bound)
-    )  # `first_rows` may round the same estimate otherwise
+    )  # `select` may round the same estimate otherwise
     tl.store(bounds + (row + query).to(tl.int64) * heads + head, bound, mask=query < count)
 
 
 @triton.jit
-def first_rows(
-    q, k_table, spread, tiles, bounds, first, heads, kv_heads, lists, chunks, q_row, q_head, weight,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
-    D: tl.constexpr, CAUSAL: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+def select(
+    q, k, k_table, spread, tiles, bundles, bounds, first,
+    num_bundles, heads, kv_heads, lists, chunks, q_row, q_head, k_row, k_head, scale, log_threshold, weight,
+    TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
+    DIM: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, SPREAD: tl.constexpr, LOG_NODE: tl.constexpr,
+    LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the first query of a tile for which each group is open; 255 if there is none."""
-    listed = tl.program_id(0) % lists
-    row, count, first_chunk, visible, _, _, offset, _ = load_tile(tiles, tl.program_id(0) // lists)
+    """Store the first query of each tile of a bundle for which each group is open; 255 if there is none."""
+    listed = tl.program_id(0) // num_bundles
+    bundle = tl.program_id(0) % num_bundles
+    number, members = tl.load(bundles + bundle * 2), tl.load(bundles + bundle * 2 + 1)
+    _, _, first_chunk, visible, exact, _, offset, _ = load_tile(tiles, number)
     groups = visible * GROUPS
     share = heads // lists
     kv_head = (listed * share // (heads // kv_heads)).to(tl.int64)
-    query = tl.arange(0, TILE)
-    since = query if CAUSAL else 0 * query
-    means = k_table + kv_head * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
-    means += (chunks * CHUNK + first_chunk * GROUPS).to(tl.int64) * DIM
-    spreads = spread + (kv_head * chunks * GROUPS + first_chunk * GROUPS) * DIM
-    out = first + (offset.to(tl.int64) * lists + listed * visible) * GROUPS
+
+    slot = tl.arange(0, TILES * TILE)
+    within = slot % TILE
+    at = tiles + (number + tl.minimum(slot // TILE, members - 1)) * 8
+    there = (within < tl.load(at + 1)) & (slot // TILE < members)
+    rows = (tl.load(at) + within).to(tl.int64)
+    limit = tl.load(at + 5) - exact + (within if CAUSAL else 0)  # number of exact keys that a query sees
+    last = tl.max(tl.where(there, limit, 0), 0)
+
+    column = tl.arange(0, DIM)
+    k += exact.to(tl.int64) * k_row + kv_head * k_head
+    table = k_table + kv_head * chunks * (CHUNK + GROUPS + NODES + 1) * DIM
+    means = table + (chunks * CHUNK + first_chunk * GROUPS).to(tl.int64) * DIM
+    pooled = table + (chunks * (CHUNK + GROUPS) + first_chunk * NODES).to(tl.int64) * DIM
+    spreads = spread + (kv_head * chunks + first_chunk) * GROUPS * DIM
+    first += (offset.to(tl.int64) * lists + listed * visible) * GROUPS
+    tile = tl.arange(0, TILES)
     for member in range(share):
         head = listed * share + member
-        x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, D)
-        bound = tl.load(bounds + (row + query).to(tl.int64) * heads + head, mask=query < count, other=float("inf"))
+        x = tl.load(q + rows[:, None] * q_row + head.to(tl.int64) * q_head + column[None, :], mask=there[:, None], other=0.0)
+        if BOUNDED:
+            bound = tl.load(bounds + rows * heads + head, mask=there, other=float("inf"))
+        else:
+            # The log-sum-exp of the exact keys and of the pooled nodes, plus the log of the threshold.
+            top = tl.full([TILES * TILE], float("-inf"), tl.float32)
+            mass = tl.zeros([TILES * TILE], tl.float32)
+            for begin in range(0, last, BLOCK):
+                key = begin + tl.arange(0, BLOCK)
+                y = tl.load(k + tl.minimum(key, last - 1)[:, None] * k_row + column[None, :])
+                logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
+                top, mass = _add(tl.where(key[None, :] < limit[:, None], logit, float("-inf")), top, mass)
+            for begin in range(0, visible * NODES, BLOCK):
+                node = begin + tl.arange(0, BLOCK)
+                y = tl.load(pooled + tl.minimum(node, visible * NODES - 1)[:, None] * DIM + column[None, :])
+                logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
+                top, mass = _add(tl.where((node < visible * NODES)[None, :], logit + LOG_NODE, float("-inf")), top, mass)
+            bound = (top + tl.log2(mass) + log_threshold - LOG_GROUP) / scale
+            bound = tl.where(there, bound, float("inf"))
         for begin in range(0, groups, BLOCK):
-            estimate, there = _estimates(x, means, spreads, begin, groups, weight, DIM, D, SPREAD, PRECISION, BLOCK)
-            opened = tl.min(tl.where(estimate >= bound[None, :], since[None, :], 255), 1)
+            estimate, listable = _estimates(x, means, spreads, begin, groups, weight, DIM, SPREAD, PRECISION, BLOCK)
+            opened = tl.where(estimate >= bound[None, :], within[None, :] if CAUSAL else 0, 255)
+            opened = tl.min(tl.reshape(opened, [BLOCK, TILES, TILE]), 2)
             group = begin + tl.arange(0, BLOCK)
-            opened = tl.where(group == 0, 0, opened)
+            opened = tl.where(group[:, None] == 0, 0, opened)
+            to = first + tile[None, :] * (lists * groups) + group[:, None]
+            listable = listable[:, None] & (tile < members)[None, :]
             if member > 0:
-                before = tl.load(out + group, mask=there, other=255).to(tl.int32)
-                opened = tl.minimum(opened, before)
-            tl.store(out + group, opened.to(tl.uint8), mask=there)
+                opened = tl.minimum(opened, tl.load(to, mask=listable, other=255).to(tl.int32))
+            tl.store(to, opened.to(tl.uint8), mask=listable)
 
 
 @triton.jit
 def lower(
-    first, tiles, key_list, pooled_list, ends, counts, lists, chunks,
-    CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
+    first, tiles, key_list, pooled_list, counts, num_tiles, lists,
+    TILE: tl.constexpr, LOG_TILE: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the lists of a tile, and for each of the eight rows of a pooled entry the query at which it ends."""
-    program = tl.program_id(0)
-    listed = program % lists
-    _, _, first_chunk, visible, _, _, offset, _ = load_tile(tiles, program // lists)
-    base = offset.to(tl.int64) * lists + listed * visible
-    first += base * GROUPS
-    key_list += base * GROUPS
-    pooled_list += base * (NODES + 2)
-    ends += base * (NODES + 2) * 8
-    group = tl.reshape(tl.arange(0, BLOCK * GROUPS), [BLOCK, NODES, GROUPS // NODES])
-    node = tl.reshape(tl.arange(0, BLOCK * NODES), [BLOCK, NODES])
-    chunk = tl.arange(0, BLOCK)
-    eight = tl.arange(0, 8)
-    keys = 0
-    pooled = 0
-    first_of_groups = chunks * CHUNK
-    first_of_nodes = first_of_groups + chunks * GROUPS
-    first_of_roots = first_of_nodes + chunks * NODES
+    """Store the lists of a tile, and the numbers of groups without and with a mask, of means of groups, nodes and chunks."""
+    listed = tl.program_id(0) // num_tiles
+    number = tl.program_id(0) % num_tiles
+    _, _, _, visible, _, _, offset, before = load_tile(tiles, number)
+    groups = visible * GROUPS
+    base = (offset.to(tl.int64) * lists + listed * visible) * GROUPS
+    first += base
+    key_list += base + (before * lists + listed).to(tl.int64) * ENTRIES
+    group_list = pooled_list + base
+    SIZE: tl.constexpr = GROUPS // NODES
+    node_list = group_list + visible * ((SIZE - 1) * NODES)  # at least one group of an open node is open from its start
+    root_list = node_list + visible * (NODES - 1)
+    end = groups + ENTRIES - 1
+    chunk, node, inside = tl.arange(0, BLOCK), tl.arange(0, NODES), tl.arange(0, GROUPS)
+    num_whole = 0
+    num_later = 0
+    num_groups = 0
+    num_nodes = 0
+    num_roots = 0
     for begin in range(0, visible, BLOCK):
-        inside = begin * GROUPS + group
-        opened = tl.load(first + inside, mask=inside < visible * GROUPS, other=255).to(tl.int32)
-        node_opened = tl.min(opened, 2)
-        chunk_opened = tl.min(node_opened, 1)
-        nodes, roots = begin * NODES + node, begin + chunk
-        row = (first_chunk * GROUPS + inside) * (CHUNK // GROUPS)
-        index, number = _append(
-            key_list + keys, tl.reshape(opened, [BLOCK * GROUPS]), tl.reshape(row, [BLOCK * GROUPS])
-        )
-        keys += number
-        # The groups of open nodes.
-        row = first_of_groups + (first_chunk * NODES + nodes) * (GROUPS // NODES)
-        parent = tl.reshape(node_opened, [BLOCK * NODES])
-        index, number = _append(pooled_list + pooled, parent, tl.reshape(row, [BLOCK * NODES]))
-        end = tl.reshape(opened, [BLOCK * NODES, GROUPS // NODES]).to(tl.uint8)
-        tl.store(ends + (pooled + index[:, None]) * 8 + eight[None, :], end, mask=(parent < 255)[:, None])
-        pooled += number
-        # The nodes of open chunks.
-        index, number = _append(pooled_list + pooled, chunk_opened, first_of_nodes + (first_chunk + roots) * NODES)
-        to = ends + (pooled + index[:, None]) * 8 + tl.arange(0, NODES)[None, :]
-        tl.store(to, node_opened.to(tl.uint8), mask=(chunk_opened < 255)[:, None])
-        pooled += number
-        # All chunks, eight at a time.
-        is_first = (roots % 8 == 0) & (roots < visible)
-        index, number = _append(pooled_list + pooled, tl.where(is_first, 0, 255), first_of_roots + first_chunk + roots)
-        end = tl.where(roots < visible, chunk_opened, 0).to(tl.uint8)
-        tl.store(ends + pooled * 8 + chunk, end, mask=chunk < number * 8)
-        pooled += number
-    tl.store(counts + program * 2, keys)
-    tl.store(counts + program * 2 + 1, pooled)
+        group = (begin + chunk)[:, None] * GROUPS + inside[None, :]
+        opened = tl.load(first + group, mask=group < groups, other=255).to(tl.int32)
+        of_node = tl.min(tl.reshape(opened, [BLOCK, NODES, SIZE]), 2)  # [chunks, nodes]
+        of_chunk = tl.min(of_node, 1)
+        since = tl.reshape(tl.broadcast_to(of_node[:, :, None], [BLOCK, NODES, SIZE]), [BLOCK, GROUPS])
+        is_whole, is_later, is_mean = opened == 0, (opened > 0) & (opened < 255), since < opened
+        is_node, is_root = of_chunk[:, None] < of_node, (of_chunk > 0) & (begin + chunk < visible)
 
+        # The three kinds of groups are counted together, in the bytes, then in ten bits each, of one integer.
+        flags = is_whole.to(tl.int32) | (is_later.to(tl.int32) << 8) | (is_mean.to(tl.int32) << 16)
+        rank = tl.cumsum(flags, 1) - flags
+        number_of = tl.sum(flags, 1)
+        number_of = (number_of & 255) | ((number_of >> 8 & 255) << 10) | (number_of >> 16 << 20)
+        rank_of = tl.cumsum(number_of, 0) - number_of
+        total = tl.sum(number_of, 0)
+        at = num_whole + (rank_of & 1023)[:, None] + (rank & 255)
+        tl.store(key_list + at, group << 8, mask=is_whole)
+        at = num_later + (rank_of >> 10 & 1023)[:, None] + (rank >> 8 & 255)
+        tl.store(key_list + end - at, (group << 8) | opened, mask=is_later)
+        at = num_groups + (rank_of >> 20)[:, None] + (rank >> 16)
+        entry = (((group << LOG_TILE) | since) << (LOG_TILE + 1)) | tl.minimum(opened, TILE)
+        tl.store(group_list + at, entry, mask=is_mean)
+        num_whole += total & 1023
+        num_later += total >> 10 & 1023
+        num_groups += total >> 20
 
-@triton.jit
-def _append(to, opened, row):
-    """Store the opened entries one after another; return their indices and their number."""
-    listed = opened < 255
-    index = tl.cumsum(listed.to(tl.int32), 0) - 1
-    tl.store(to + index, (row << 8) | opened, mask=listed)
-    return index, tl.sum(listed.to(tl.int32), 0)
+        # So are nodes and chunks.
+        number_of = tl.sum(is_node.to(tl.int32), 1) | (is_root.to(tl.int32) << 16)
+        rank_of = tl.cumsum(number_of, 0) - number_of
+        total = tl.sum(number_of, 0)
+        at = num_nodes + (rank_of & 65535)[:, None] + tl.cumsum(is_node.to(tl.int32), 1) - is_node.to(tl.int32)
+        index = (begin + chunk)[:, None] * NODES + node[None, :]
+        entry = (((index << LOG_TILE) | of_chunk[:, None]) << (LOG_TILE + 1)) | tl.minimum(of_node, TILE)
+        tl.store(node_list + at, entry, mask=is_node)
+        entry = ((begin + chunk) << (2 * LOG_TILE + 1)) | tl.minimum(of_chunk, TILE)
+        tl.store(root_list + num_roots + (rank_of >> 16), entry, mask=is_root)
+        num_nodes += total & 65535
+        num_roots += total >> 16
+
+    # Move the last groups that fill no whole step, and pad with groups that are never open.
+    tl.debug_barrier()
+    left = num_whole % ENTRIES
+    step = tl.arange(0, ENTRIES)
+    moved = tl.load(key_list + num_whole - left + step, mask=step < left, other=255)
+    tl.debug_barrier()
+    tl.store(key_list + end - num_later - step, moved, mask=step < left)
+    num_later += left
+    tl.store(key_list + end - num_later - step, 255 + 0 * step, mask=step < (ENTRIES - num_later % ENTRIES) % ENTRIES)
+    counts += tl.program_id(0) * 8
+    tl.store(counts, num_whole - left)
+    tl.store(counts + 1, num_later)
+    tl.store(counts + 2, num_groups)
+    tl.store(counts + 3, num_nodes)
+    tl.store(counts + 4, num_roots)

@@ -15,7 +15,7 @@ def aligned(x: Tensor) -> Tensor:
 
 @triton.jit
 def load_tile(tiles, number):
-    """Return a row of `Layout.table`."""
+    """Return a row of `Slab.tiles`."""
     at = tiles + number * 8
     return (
         tl.load(at),
@@ -30,9 +30,8 @@ def load_tile(tiles, number):
 
 
 @triton.jit
-def load_queries(q, row, count, head, q_row, q_head, TILE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
-    """Return the queries `[TILE, D]` of a tile and head; 0 behind the last one."""
-    query, column = tl.arange(0, TILE), tl.arange(0, D)
+def load_queries(q, row, count, head, q_row, q_head, TILE: tl.constexpr, DIM: tl.constexpr):
+    """Return the queries `[TILE, DIM]` of a tile and head; 0 behind the last one."""
+    query, column = tl.arange(0, TILE), tl.arange(0, DIM)
     rows = (row + query).to(tl.int64)[:, None]
-    there = (query[:, None] < count) & (column[None, :] < DIM)
-    return tl.load(q + rows * q_row + head.to(tl.int64) * q_head + column[None, :], mask=there, other=0.0)
+    return tl.load(q + rows * q_row + head.to(tl.int64) * q_head + column[None, :], mask=query[:, None] < count, other=0.0)
