@@ -66,10 +66,11 @@ def verify(inputs: Inputs, causal: bool, **setting: Any) -> None:
     rule = {name: x for name, x in setting.items() if name != "windows"}
     keys = hsa.cluster(k, v, [len(k)], windows=setting.get("windows", False))
     selection = hsa.select_groups(q, k, keys, [len(k)], causal=causal, **rule)
-    out = hsa.clustered_attention(q, k, v, keys=keys, selection=selection, causal=causal, backend="triton")
+    given = {"selection": selection, "causal": causal, "tile": selection.layout.shape.tile}
+    out = hsa.clustered_attention(q, k, v, keys=keys, backend="triton", **given)
     precise = replace(keys, k=keys.k.double(), v=keys.v.double())
     wide = (x.double() for x in (q, k, v))
-    wanted = hsa.clustered_attention(*wide, keys=precise, selection=selection, causal=causal, backend="torch")
+    wanted = hsa.clustered_attention(*wide, keys=precise, backend="torch", **given)
     check(f"{setting}", out, wanted, 3e-2)
 
 

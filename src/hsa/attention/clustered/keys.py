@@ -39,6 +39,7 @@ class ClusteredKeys:
         order: `[kv_heads, keys]` index in its chunk of the key at every row; None if keys are in their own order.
         chunks: Number of complete chunks of every sequence.
         shape: Sizes of the trees.
+        scores: `[2, kv_heads, groups, dim]` means and spreads of groups in 8 bits, from which kernels estimate; or None.
 
     >>> from hsa import cluster
     >>> keys = cluster(torch.randn(600, 2, 16), torch.randn(600, 2, 16), [600])  # 2 complete chunks of 256 keys
@@ -52,6 +53,7 @@ class ClusteredKeys:
     order: Tensor | None
     chunks: tuple[int, ...]
     shape: Shape
+    scores: Tensor | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -136,14 +138,15 @@ def split_chunks(members: Tensor, group: int) -> Tensor:
         coordinate, _ = principal(members)
         # The larger half of a part comes second; both keep their order.
         halves = coordinate.nan_to_num_(torch.finfo(members.dtype).max).sort(dim=1, stable=True).indices
-        halves = halves.view(chunks, -1, 2, size // 2).sort(-1).values  # [chunks, parts, halves, keys]
-        # The half with the first key of the chunk, the first member of the first part, comes first.
-        first = halves[:, 0]
-        halves[:, 0] = torch.where(first[:, 1:, :1] == 0, first.flip(1), first)
+        halves = halves.view(-1, 2, size // 2).sort(-1).values  # [parts, halves, keys]
         moved = halves.view(-1, size) + torch.arange(0, order.numel(), size, device=members.device)[:, None]
         order = order.reshape(-1).index_select(0, moved.view(-1))
         members = members.reshape(-1, dim).index_select(0, moved.view(-1)).view(-1, size // 2, dim)
-    return order.view(chunks, -1)
+    # Exclusive or swaps halves of the tree, so that the first key of the chunk comes into the first group.
+    groups = order.view(chunks, -1, group)
+    of_first = groups[:, :, :1].argmin(1)  # [chunks, 1]
+    swapped = torch.arange(groups.shape[1], device=members.device) ^ of_first
+    return groups.gather(1, swapped[..., None].expand_as(groups)).flatten(1)
 
 
 def principal(members: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,14 @@
 """Kernel of `hsa.cluster`: one program per chunk and key/value head sorts its keys into groups and pools them.
 
-The keys are split level by level. Before each level they are read in the order of their parts, so that all parts are
-slices of one block, and their means, power iterations and coordinates are sums along its dimensions. The rank of a key in
-its part is the number of keys before it, counted by comparing all pairs.
+The keys are split level by level. At each level they are read in the order of their parts, so that all parts are slices of
+one block, and their power iterations and coordinates are sums along its dimensions. Then every part is sorted.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -17,10 +17,14 @@ from torch import Tensor
 from hsa.attention.clustered.keys import ITERATIONS, ClusteredKeys, start_direction
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.triton.tiles import aligned
+from hsa.attention.kernels import available
 from hsa.attention.kernels.available import padded
-from hsa.attention.kernels.triton.launch import Launcher, compiled_for
+from hsa.attention.kernels.triton.launch import INTERPRETED, Prepared
 from hsa.tree.lasting import lasting
 
+SCORE_UNIT = 0.25
+"""Factor of means and spreads in 8 bits, whose largest number is 448."""
+STRIDE = 1
 WIDE = 64
 """Head dim up to which registers are limited, so that two programs fit a multiprocessor."""
 
@@ -29,26 +33,57 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
     """Return the clustered keys of packed k `[keys, kv_heads, dim]` and v."""
     k, v = aligned(k), aligned(v)
     shape, chunks, (_, heads, dim), value_dim = layout.shape, layout.num_chunks, k.shape, v.shape[2]
-    rows = chunks * sum(shape.rows)
+    rows, groups = chunks * sum(shape.rows), chunks * shape.groups
+    parts = [heads * rows * dim, heads * rows * value_dim, heads * groups * dim]
+    tables = k.new_empty(sum(parts)).split(parts)
     keys = ClusteredKeys(
-        k=k.new_empty(heads, rows, dim),
-        v=v.new_empty(heads, rows, value_dim),
-        spread=k.new_empty(heads, chunks * shape.groups, dim),
+        k=tables[0].view(heads, rows, dim),
+        v=tables[1].view(heads, rows, value_dim),
+        spread=tables[2].view(heads, groups, dim),
         order=None if windows else k.new_empty(heads, chunks * shape.chunk, dtype=torch.int16),
-        chunks=tuple(int(n) for n in layout.chunks[1:] - layout.chunks[:-1]),
+        chunks=tuple(np.diff(layout.chunks).tolist()),
         shape=shape,
+        scores=_empty_scores(k, groups),
     )
     if chunks:
-        order = keys.spread if keys.order is None else keys.order
-        scratch = order if windows else k.new_empty(2 * order.numel(), dtype=torch.int32)
-        start = _start(padded(dim), k.device)
-        tensors = (k, v, layout.rows_of_chunks(k.device), keys.k, keys.v, keys.spread, order, start, scratch)
-        sizes = (chunks, heads, *k.stride()[:2], *v.stride()[:2])
-        constants = {"CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": dim}
-        constants |= {"VALUE_DIM": value_dim, "D": padded(dim), "DV": padded(value_dim), "WINDOWS": windows}
-        constants |= {"ITERATIONS": ITERATIONS, "num_warps": 8} | ({"maxnreg": 128} if dim <= WIDE else {})
-        _cluster(compiled_for(*tensors, *sizes), chunks * heads, (*tensors, *sizes), constants)
+        strides = (*k.stride()[:2], *v.stride()[:2])
+        kernel = _kernel(layout, k.dtype, k.device, heads, dim, value_dim, strides, windows)
+        order, scores = (keys.spread if x is None else x for x in (keys.order, keys.scores))
+        rows_of_chunks, start = layout.rows_of_chunks(k.device), _start(dim, k.device)
+        tensors = (k, v, rows_of_chunks, keys.k, keys.v, keys.spread, scores, order, start)
+        kernel(chunks * heads, (*tensors, chunks, heads, *strides))
     return keys
+
+
+@lru_cache(maxsize=512)
+def _kernel(
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: int,
+    dim: int,
+    value_dim: int,
+    strides: tuple[int, ...],
+    windows: bool,
+) -> Prepared:
+    shape = layout.shape
+    constants = {
+        "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": dim, "VALUE_DIM": value_dim,
+        "DV": padded(value_dim), "WINDOWS": windows, "ITERATIONS": ITERATIONS, "STRIDE": STRIDE,
+        "SCORES": SCORE_UNIT if _has_scores(dtype, device) else 0.0, "num_warps": 8,
+    }  # fmt: skip
+    return Prepared(cluster, constants | ({"maxnreg": 128} if dim <= WIDE else {}))
+
+
+def _has_scores(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether estimates are computed in 8 bits: in half precision, if the GPU multiplies 8-bit numbers."""
+    return dtype.itemsize == 2 and not INTERPRETED and available.capability(device) >= (8, 9)
+
+
+def _empty_scores(k: Tensor, groups: int) -> Tensor | None:
+    if not _has_scores(k.dtype, k.device):
+        return None
+    return k.new_empty(2, k.shape[1], groups, k.shape[2], dtype=torch.float8_e4m3fn)
 
 
 @lru_cache(maxsize=8)
@@ -58,17 +93,18 @@ def _start(dim: int, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _principal(x, start, SIZE: tl.constexpr, ITERATIONS: tl.constexpr):
-    """Return the principal direction `[parts, D]` of keys `[parts, SIZE, D]`, and their coordinates `[parts, SIZE]`."""
-    centred = x - (tl.sum(x, 1) / SIZE)[:, None, :]
-    along = tl.sum(centred * start[None, None, :], 2)
-    direction = tl.sum(centred * along[:, :, None], 1)
-    direction = direction / _length(direction)[:, None]
+def _direction(x, start, SIZE: tl.constexpr, ITERATIONS: tl.constexpr):
+    """Return a vector `[parts, D]` along the principal direction of keys `[parts, SIZE, D]`.
+
+    The coordinates are centred, which has the same effect as centring the keys.
+    """
+    along = tl.sum(x * start[None, None, :], 2)
+    direction = tl.sum(x * (along - (tl.sum(along, 1) / SIZE)[:, None])[:, :, None], 1)
     for _ in tl.static_range(ITERATIONS):
-        along = tl.sum(centred * direction[:, None, :], 2)
-        direction = tl.sum(centred * along[:, :, None], 1)
-        direction = direction / _length(direction)[:, None]
-    return direction, tl.sum(centred * direction[:, None, :], 2)
+        direction /= _length(direction)[:, None]
+        along = tl.sum(x * direction[:, None, :], 2)
+        direction = tl.sum(x * (along - (tl.sum(along, 1) / SIZE)[:, None])[:, :, None], 1)
+    return direction
 
 
 @triton.jit
@@ -79,76 +115,56 @@ def _length(x):
 
 
 @triton.jit
-def _rank(key, scratch, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """Return the ranks of distinct keys `[PARTS, SIZE]` inside their parts. Each program has a scratch of its own."""
-    part = tl.arange(0, PARTS)[:, None] * SIZE
-    own = scratch + part + tl.arange(0, SIZE)[None, :]
-    tl.store(own, key)
-    tl.debug_barrier()
-    # Read back: a key that the compiler computes twice, in another order of additions, might differ from the stored one, and
-    # ranks would not be a permutation.
-    key = tl.load(own)
-    rank = tl.zeros([PARTS, SIZE], tl.int32)
-    WIDE: tl.constexpr = min(SIZE, 32)
-    for begin in range(0, SIZE, WIDE):
-        other = tl.load(scratch + part + begin + tl.arange(0, WIDE)[None, :])
-        rank += tl.sum((other[:, None, :] < key[:, :, None]).to(tl.int32), 2)
-    tl.debug_barrier()
-    return rank
-
-
-@triton.jit
-def _split(
-    k, k_row, order, start, scratch,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, ITERATIONS: tl.constexpr,
+def _sorted(
+    k, k_row, number, start, scratch,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Split every part in two halves; the first key of the chunk stays in the first part.
+    """Return the keys of every part, numbers `[PARTS, SIZE]`, sorted along the principal direction of the part.
 
     Args:
-        k: First key of the chunk.
-        order: Keys of the chunk in the order of their parts; overwritten.
+        scratch: Memory for one integer per key.
     """
-    SIZE: tl.constexpr = CHUNK // PARTS
-    column = tl.arange(0, D)
-    slot = tl.arange(0, PARTS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    number = tl.load(order + slot)
-    rows = number.to(tl.int64)[:, :, None] * k_row
-    x = tl.load(k + rows + column[None, None, :], mask=column[None, None, :] < DIM, other=0.0).to(tl.float32)
-    _, along = _principal(x, start, SIZE, ITERATIONS)
-    along = tl.where(tl.abs(along) < 1e30, along, 0.0)  # ranks must be a permutation, also of keys that are not finite
+    column = tl.arange(0, DIM)
+    x = tl.load(k + number[:, :, None] * k_row + column[None, None, :]).to(tl.float32)
+    direction = _direction(x, start, SIZE, ITERATIONS)
+    along = tl.sum(x * (direction / _length(direction)[:, None])[:, None, :], 2)
+    along = tl.where(tl.abs(along) < 1e30, along, 0.0)  # not of keys that are not finite
     low, high = tl.min(along, 1), tl.max(along, 1)
     fine = 4194303.0 / tl.where(high > low, high - low, 1.0)
-    key = ((along - low[:, None]) * fine[:, None]).to(tl.int32) * 512 + number
-    rank = _rank(key, scratch, PARTS, SIZE)
-    of_first = tl.max(tl.max(tl.where((number == 0) & (rank * 2 >= SIZE), SIZE // 2, 0), 1), 0)
-    moved = tl.where(slot < SIZE, (rank + of_first) % SIZE, rank)
-    tl.store(order + tl.arange(0, PARTS)[:, None] * SIZE + moved, number)
+    rank = ((along - low[:, None]) * fine[:, None]).to(tl.int32)
+    # Stored and loaded again, so that each thread has one integer: along a block of keys, eight threads have the same ones.
+    slot = tl.arange(0, PARTS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(scratch + slot, rank * 512 + number)
     tl.debug_barrier()
+    keys = tl.reshape(tl.load(scratch + tl.arange(0, PARTS * SIZE)), [PARTS, SIZE])
+    tl.debug_barrier()
+    return tl.sort(keys, 1) & 511
 
 
 @triton.jit
 def _pool(
-    source, row_stride, table, number, chunk, chunks,
+    source, row_stride, table, number, group, chunk, chunks,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Store keys or values and the means of groups, nodes and chunk in a table, and return the former `[groups, keys, D]`.
 
     Args:
         source: First row of the chunk.
-        number: `[groups, keys]` rows of the chunk in the order of the table.
+        number: `[groups, keys]` rows of the chunk.
+        group: `[groups]` index of each group in the table.
     """
     SIZE: tl.constexpr = CHUNK // GROUPS
+    PER_NODE: tl.constexpr = GROUPS // NODES
     column = tl.arange(0, D)
     there = column < DIM
-    rows = number.to(tl.int64)[:, :, None] * row_stride
-    x = tl.load(source + rows + column[None, None, :], mask=there[None, None, :], other=0.0)
-    group, node = tl.arange(0, GROUPS), tl.arange(0, NODES)
+    x = tl.load(source + number[:, :, None] * row_stride + column[None, None, :], mask=there[None, None, :], other=0.0)
     slot = (chunk * CHUNK + group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]).to(tl.int64)
     tl.store(table + slot[:, :, None] * DIM + column[None, None, :], x, mask=there[None, None, :])
     mean = tl.sum(x.to(tl.float32), 1) / SIZE
     row = (chunks * CHUNK + chunk * GROUPS + group).to(tl.int64)
     tl.store(table + row[:, None] * DIM + column[None, :], mean.to(x.dtype), mask=there[None, :])
-    mean = tl.sum(tl.reshape(mean, [NODES, GROUPS // NODES, D]), 1) * (NODES / GROUPS)
+    mean = tl.sum(tl.reshape(mean, [NODES, PER_NODE, D]), 1) / PER_NODE
+    node = tl.min(tl.reshape(group, [NODES, PER_NODE]), 1) // PER_NODE
     row = (chunks * (CHUNK + GROUPS) + chunk * NODES + node).to(tl.int64)
     tl.store(table + row[:, None] * DIM + column[None, :], mean.to(x.dtype), mask=there[None, :])
     row = (chunks * (CHUNK + GROUPS + NODES) + chunk).to(tl.int64)
@@ -158,49 +174,52 @@ def _pool(
 
 @triton.jit
 def cluster(
-    k, v, chunk_rows, k_table, v_table, spread, order, start, scratch, chunks, heads, k_row, k_head, v_row, v_head,
+    k, v, chunk_rows, k_table, v_table, spread, scores, order, start, chunks, heads, k_row, k_head, v_row, v_head,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr,
+    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, SCORES: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) % heads).to(tl.int64)
     chunk = tl.program_id(0) // heads
     first = tl.load(chunk_rows + chunk).to(tl.int64)
     k += first * k_row + head * k_head
     v += first * v_row + head * v_head
-    column = tl.arange(0, D)
+    column = tl.arange(0, DIM)
     from_direction = tl.load(start + column)
     SIZE: tl.constexpr = CHUNK // GROUPS
     group = tl.arange(0, GROUPS)
-    slot = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    number = slot
-    if not WINDOWS:
-        number_of_key = tl.arange(0, CHUNK)
-        scratch += tl.program_id(0).to(tl.int64) * (2 * CHUNK)
-        tl.store(scratch + number_of_key, number_of_key)
-        tl.debug_barrier()
-        LEVELS: tl.constexpr = _log2(GROUPS)
-        for level in tl.static_range(LEVELS):
-            _split(k, k_row, scratch, from_direction, scratch + CHUNK, 1 << level, CHUNK, DIM, D, ITERATIONS)
-        number = tl.load(scratch + slot)
-        rank = _rank(number, scratch + CHUNK, GROUPS, SIZE)  # keys of a group in their own order
-        tl.store(scratch + group[:, None] * SIZE + rank, number)
-        tl.debug_barrier()
-        number = tl.load(scratch + slot)
-        tl.store(order + head * (chunks * CHUNK) + chunk * CHUNK + slot, number.to(tl.int16))
+    number = tl.reshape(tl.arange(0, CHUNK), [1, CHUNK])
     rows = chunks * (CHUNK + GROUPS + NODES + 1)
     k_table += head * rows * DIM
     v_table += head * rows * VALUE_DIM
-    x = _pool(k, k_row, k_table, number, chunk, chunks, CHUNK, GROUPS, NODES, DIM, D)
-    direction, along = _principal(x.to(tl.float32), from_direction, SIZE, ITERATIONS)
-    direction = direction * tl.sqrt(tl.sum(along * along, 1) / SIZE)[:, None]
+    if not WINDOWS:
+        # The rows of the table that this program fills in the end.
+        scratch = (k_table + (chunk * CHUNK).to(tl.int64) * DIM).to(tl.pointer_type(tl.int32), bitcast=True)
+        LEVELS: tl.constexpr = _log2(GROUPS)
+        for level in tl.static_range(0, LEVELS, STRIDE):
+            number = tl.reshape(number, [1 << level, CHUNK >> level])
+            number = _sorted(k, k_row, number, from_direction, scratch, 1 << level, CHUNK >> level, DIM, ITERATIONS)
+        number = tl.sort(tl.reshape(number, [GROUPS, SIZE]), 1)  # keys of a group in their own order
+        # Exclusive or swaps halves of the tree, so that the first key of the chunk comes into the first group.
+        group = group ^ tl.sum(tl.where(tl.min(number, 1) == 0, group, 0), 0)
+        to = order + head * (chunks * CHUNK) + chunk * CHUNK + group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        tl.store(to, number.to(tl.int16))
+    number = tl.reshape(number, [GROUPS, SIZE])
+    x = _pool(k, k_row, k_table, number, group, chunk, chunks, CHUNK, GROUPS, NODES, DIM, DIM).to(tl.float32)
+    direction = _direction(x, from_direction, SIZE, ITERATIONS)
+    direction /= _length(direction)[:, None]
+    along = tl.sum(x * direction[:, None, :], 2)
+    along -= (tl.sum(along, 1) / SIZE)[:, None]
+    direction *= tl.sqrt(tl.sum(along * along, 1) / SIZE)[:, None]
     to = spread + ((head * chunks + chunk) * GROUPS + group)[:, None] * DIM + column[None, :]
-    tl.store(to, direction.to(x.dtype), mask=column[None, :] < DIM)
-    _pool(v, v_row, v_table, number, chunk, chunks, CHUNK, GROUPS, NODES, VALUE_DIM, DV)
+    tl.store(to, direction.to(spread.dtype.element_ty))
+    if SCORES > 0:
+        to = scores + ((head * chunks + chunk) * GROUPS + group)[:, None] * DIM + column[None, :]
+        tl.store(to, (tl.sum(x, 1) / SIZE * SCORES).to(scores.dtype.element_ty))
+        tl.store(to + heads.to(tl.int64) * chunks * GROUPS * DIM, (direction * SCORES).to(scores.dtype.element_ty))
+    _pool(v, v_row, v_table, number, group, chunk, chunks, CHUNK, GROUPS, NODES, VALUE_DIM, DV)
 
 
 @triton.constexpr_function
 def _log2(number):
     return number.bit_length() - 1
 
-
-_cluster = Launcher(cluster)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,31 +16,77 @@ from hsa.attention.clustered.layout import Layout, Slab
 from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.clustered.triton import attend as attend_kernels
 from hsa.attention.clustered.triton import select as select_kernels
-from hsa.attention.clustered.triton.cluster import build_keys
+from hsa.attention.clustered.triton.cluster import SCORE_UNIT, build_keys
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels.available import padded, shared_memory
-from hsa.attention.kernels.triton.launch import Launcher, compiled_for
+from hsa.attention.kernels.triton.launch import Prepared
 
 SLAB_BYTES = 2**28
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
-QUERIES = 256
-"""Number of queries that a program selects for at most, with head dim 64 in half precision."""
+QUERIES = 128
+"""Number of queries that a program selects for, with head dim 64 in half precision; fewer for wider heads."""
 LOG2_E = math.log2(math.e)
 
-_select = Launcher(select_kernels.select)
-_largest = Launcher(select_kernels.largest)
-_lower = Launcher(select_kernels.lower)
-_attend = Launcher(attend_kernels.attend)
+
+@dataclass(frozen=True)
+class Sizes:
+    """Whatever determines the compiled kernels of a call, beside its layout and its slab."""
+
+    dtype: torch.dtype
+    device: torch.device
+    heads: int
+    kv_heads: int
+    lists: int
+    dim: int
+    value_dim: int
+    strides: tuple[int, ...]  # of q, k and v, without those of the last dimension
+    is_aligned: tuple[bool, ...]  # whether tensors that a caller may have made start at multiples of 16 bytes
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def precision(self) -> str:
+        """Precision of products."""
+        return "ieee" if self.dtype == torch.float32 else "tf32"
+
+    def bundle(self, layout: Layout) -> int:
+        """Return the number of tiles whose queries a program selects for."""
+        return max(1, QUERIES * 128 // max(128, self.dim * self.bytes) // layout.shape.tile)
+
+    def step(self, row_bytes: int, tile: int, rows: int) -> tuple[int, dict[str, int]]:
+        """Return the rows per step, `rows` or fewer, and the launch options, so that all stages fit the shared memory.
+
+        Args:
+            row_bytes: Bytes that a step loads per row.
+            tile: Number of queries of a program, which stay in shared memory.
+        """
+        rows = rows if self.bytes == 2 else min(rows, 32)  # wider types take too many registers
+        left = shared_memory(self.device) - tile * self.dim * self.bytes - 2**13
+        for stages in (3, 2):
+            if rows * row_bytes * stages <= left:
+                return rows, {"num_warps": 4 if tile <= 64 else 8, "num_stages": stages}
+        return self.step(row_bytes, tile, rows // 2) if rows > 16 else (16, {"num_warps": 4, "num_stages": 1})
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, lists: int, *others: Tensor) -> Sizes:
+    return Sizes(
+        q.dtype, q.device, q.shape[1], k.shape[1], lists, q.shape[2], v.shape[2],
+        (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]), tuple([x.data_ptr() % 16 == 0 for x in others]),
+    )  # fmt: skip
 
 
 def select(call: SelectCall) -> TileSelection:
     """Compute `hsa.select_groups` from checked arguments."""
     call = replace(call, q=aligned(call.q), k=aligned(call.k))
-    layout = call.layout
+    layout, keys = call.layout, call.keys
     first = call.q.new_empty(int(layout.tile_offset[-1]) * layout.shape.groups * call.lists, dtype=torch.uint8)
     if len(first):
-        (slab,) = layout.slabs(call.q.device, _bundle(call.q, layout))
-        _select_tiles(call, slab, first)
+        sizes = _sizes(call.q, call.k, keys.v, call.lists, keys.k, keys.spread)
+        (slab,) = layout.slabs(call.q.device, sizes.bundle(layout))
+        _select_tiles(call, sizes, slab, _bounds(call), first)
         _open_again(call, first)
     return TileSelection(first, layout, call.lists)
 
@@ -50,90 +97,85 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     keys = call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows)
     q, layout, selection, selecting = call.q, call.layout, call.selection, call.select(keys)
     out = q.new_empty(*q.shape[:2], call.v.shape[2])
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    lse = _bounds(selecting)  # until `attend` has read them
     if selection is None and call.opened is not None:
         selection = select(selecting)
-    if selection is not None:
-        for slab in layout.slabs(q.device, _bundle(q, layout)):
-            _attend_tiles(call, keys, slab, selection.first, selection.lists, out, lse)
-        return out, lse
-    for slab in layout.slabs(q.device, _bundle(q, layout), SLAB_BYTES // (call.lists * 9 * layout.shape.groups)):
-        first = q.new_empty(slab.chunks * layout.shape.groups * call.lists, dtype=torch.uint8)
-        if slab.chunks:
-            _select_tiles(selecting, slab, first)
-        _attend_tiles(call, keys, slab, first, call.lists, out, lse)
+    lists = call.lists if selection is None else selection.lists
+    given = (keys.k, keys.v, keys.spread) if selection is None else (keys.k, keys.v, keys.spread, selection.first)
+    sizes = _sizes(q, call.k, call.v, lists, *given)
+    groups = layout.shape.groups * lists  # per chunk
+    for slab in layout.slabs(q.device, sizes.bundle(layout), None if selection is not None else SLAB_BYTES // (9 * groups)):
+        padding = len(slab.tiles) * lists * (128 // layout.shape.group)
+        held = slab.chunks * groups
+        work = q.new_empty(2 * held + padding + 8 * len(slab.tiles) * lists + held // 4, dtype=torch.int32)
+        key_list, pooled_list, counts, first = work.split(
+            [held + padding, held, 8 * len(slab.tiles) * lists, held // 4]
+        )
+        first = first.view(torch.uint8)
+        if selection is not None:
+            first = selection.first
+        elif slab.chunks:
+            _select_tiles(selecting, sizes, slab, lse, first)
+        _attend_tiles(call, keys, sizes, slab, (first, key_list, pooled_list, counts), out, lse)
     return out, lse
 
 
-def _bundle(q: Tensor, layout: Layout) -> int:
-    """Return the number of tiles whose queries a program selects for."""
-    queries = QUERIES * 128 // max(128, q.shape[2] * q.element_size())
-    return max(1, queries // layout.shape.tile)
+def _bounds(call: SelectCall) -> Tensor:
+    """Return memory for the estimate from which each query wants a group, `[queries, heads]`."""
+    bounds = call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
+    return bounds.fill_(math.inf) if call.top_k == 0 else bounds
 
 
-def _constants(layout: Layout, q: Tensor) -> dict[str, Any]:
+@lru_cache(maxsize=512)
+def _bound_kernel(sizes: Sizes, layout: Layout, slab: Slab, number: int | None, weighs: int) -> Prepared:
     shape = layout.shape
-    return {
-        "TILE": shape.tile,
-        "CHUNK": shape.chunk,
-        "GROUPS": shape.groups,
-        "NODES": shape.branching[2],
-        "DIM": q.shape[2],
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-    }
+    constants: dict[str, Any] = {
+        "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
+        "DIM": sizes.dim, "PRECISION": sizes.precision,
+    }  # fmt: skip
+    if number is not None:
+        constants |= {"SPREAD": weighs, "KEPT": padded(number), "num_stages": 1}
+        return Prepared(select_kernels.largest, constants)
+    block, launch = sizes.step(sizes.dim * sizes.bytes, shape.tile, 64)
+    constants |= {"CAUSAL": layout.causal, "LOG_NODE": math.log2(shape.node), "LOG_GROUP": math.log2(shape.group)}
+    return Prepared(select_kernels.normalizers, {**constants, "BLOCK": block, **launch})
 
 
-def _sizes(q: Tensor, row_bytes: int, tile: int, rows: int) -> tuple[int, dict[str, int]]:
-    """Return the rows per step, `rows` or fewer, and the launch options, so that all stages fit the shared memory.
-
-    Args:
-        row_bytes: Bytes that a step loads per row.
-        tile: Number of queries of a program, which stay in shared memory.
-    """
-    rows = rows if q.element_size() == 2 else min(rows, 32)  # wider types take too many registers
-    left = shared_memory(q.device) - tile * q.shape[2] * q.element_size() - 2**13
-    for stages in (3, 2):
-        if rows * row_bytes * stages <= left:
-            return rows, {"num_warps": 4 if tile <= 64 else 8, "num_stages": stages}
-    return _sizes(q, row_bytes, tile, rows // 2) if rows > 16 else (16, {"num_warps": 4, "num_stages": 1})
+@lru_cache(maxsize=512)
+def _select_kernel(sizes: Sizes, layout: Layout, slab: Slab, is_coarse: bool, weighs: int) -> Prepared:
+    shape, bundle = layout.shape, sizes.bundle(layout)
+    block, launch = sizes.step(2 * sizes.dim * sizes.bytes, bundle * shape.tile, 64)
+    constants = {
+        "TILE": shape.tile, "TILES": bundle, "GROUPS": shape.groups, "DIM": sizes.dim, "CAUSAL": layout.causal,
+        "SPREAD": weighs, "PRECISION": sizes.precision, "BLOCK": block, **launch, "num_warps": 4,
+    }  # fmt: skip
+    return Prepared(select_kernels.select, constants)
 
 
-def _largest_estimates(call: SelectCall, slab: Slab) -> Tensor:
-    """Return `[queries, heads]` the smallest estimate of the `top_k` largest ones of each query."""
-    q, keys, number = call.q, call.keys, call.top_k
-    bounds = q.new_empty(q.shape[:2], dtype=torch.float32)
-    if number == 0:
-        return bounds.fill_(math.inf)
-    assert number is not None
-    tensors = (q, keys.k, keys.spread, slab.tiles, bounds)
-    sizes = (q.shape[1], call.k.shape[1], call.layout.num_chunks, *q.stride()[:2], number)
-    constants = _constants(call.layout, q) | {"SPREAD": _weighs(call.spread), "KEPT": padded(number)}
-    arguments = (*tensors, *sizes, call.spread)
-    _largest(compiled_for(*tensors, *sizes), len(slab.tiles) * q.shape[1], arguments, {**constants, "num_stages": 1})
-    return bounds
-
-
-def _weighs(spread: float) -> int:
-    """Return how kernels weigh spreads: 0 for not at all, 1 for with 1, 2 for with another weight."""
-    return int(spread) if spread in (0.0, 1.0) else 2
-
-
-def _select_tiles(call: SelectCall, slab: Slab, first: Tensor) -> None:
+def _select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, first: Tensor) -> None:
     """Write the first query for which each group is open, for some tiles."""
-    q, k, keys, shape = call.q, call.k, call.keys, call.layout.shape
-    bundle = _bundle(q, call.layout)
-    bounds = first if call.top_k is None else _largest_estimates(call, slab)
-    tensors = (q, k, keys.k, keys.spread, slab.tiles, slab.bundles, bounds, first)
-    strides = (*q.stride()[:2], *k.stride()[:2])
-    sizes = (len(slab.bundles), q.shape[1], k.shape[1], call.lists, call.layout.num_chunks, *strides)
-    numbers = (call.scale * LOG2_E, math.log2(call.threshold or 1.0), call.spread)
-    block, launch = _sizes(q, 2 * q.shape[2] * q.element_size(), bundle * shape.tile, 64)
-    launch["num_warps"] = 4
-    constants = _constants(call.layout, q) | {"TILES": bundle, "CAUSAL": call.layout.causal, "BLOCK": block, **launch}
-    constants |= {"BOUNDED": call.top_k is not None, "SPREAD": _weighs(call.spread)}
-    constants |= {"LOG_NODE": math.log2(shape.node), "LOG_GROUP": math.log2(shape.group)}
-    arguments = (*tensors, *sizes, *numbers)
-    _select(compiled_for(*tensors, *sizes), len(slab.bundles) * call.lists, arguments, constants)
+    q, k, keys, layout, chunks = call.q, call.k, call.keys, call.layout, call.layout.num_chunks
+    weighs = int(call.spread) if call.spread in (0.0, 1.0) else 2  # not at all, with 1, with another weight
+    number, tiles, strides = call.top_k, slab.tiles, sizes.strides
+    if number != 0:
+        kernel = _bound_kernel(sizes, layout, slab, number, weighs)
+        shared = (len(tiles), sizes.heads, sizes.kv_heads, chunks, *strides[:2])
+        if number is not None:
+            arguments: tuple[Any, ...] = (q, keys.k, keys.spread, tiles, bounds, *shared, number, call.spread)
+        else:
+            assert call.threshold is not None
+            scales = (call.scale * LOG2_E, math.log2(call.threshold))
+            arguments = (q, k, keys.k, tiles, bounds, *shared, *strides[2:4], *scales)
+        kernel(len(tiles) * sizes.heads, arguments)
+    if keys.scores is None:
+        means, spreads, unit = keys.k[:, chunks * layout.shape.chunk :], keys.spread, 1.0
+    else:
+        means, spreads, unit = *keys.scores, SCORE_UNIT
+    numbers = (len(slab.bundles), sizes.heads, sizes.kv_heads, sizes.lists, means.stride(0), spreads.stride(0))
+    _select_kernel(sizes, layout, slab, keys.scores is not None, weighs)(
+        len(slab.bundles) * sizes.lists,
+        (q, means, spreads, tiles, slab.bundles, bounds, first, *numbers, *strides[:2], call.spread, unit),
+    )
 
 
 def _open_again(call: SelectCall, first: Tensor) -> None:
@@ -148,33 +190,39 @@ def _open_again(call: SelectCall, first: Tensor) -> None:
             opening[:, : before.shape[1]].masked_fill_(before, 0)
 
 
-def _attend_tiles(
-    call: ClusteredCall, keys: ClusteredKeys, slab: Slab, first: Tensor, lists: int, out: Tensor, lse: Tensor
-) -> None:
-    """Lower a selection to lists, and attend from some tiles."""
-    q, k, v, shape, tiles = call.q, call.k, call.v, call.layout.shape, slab.tiles
-    heads, value_dim = q.shape[1], v.shape[2]
-    rows, options = _sizes(q, (q.shape[2] + padded(value_dim)) * q.element_size(), shape.tile, 128)
-    entries = rows // shape.group
-    key_list = first.new_empty(slab.chunks * lists * shape.groups + len(tiles) * lists * entries, dtype=torch.int32)
-    pooled_list = first.new_empty(slab.chunks * lists * shape.groups, dtype=torch.int32)
-    counts = first.new_empty(len(tiles) * lists * 8, dtype=torch.int32)
-    constants = {"TILE": shape.tile, "LOG_TILE": shape.tile.bit_length() - 1}
-    constants |= {"GROUPS": shape.groups, "NODES": shape.branching[2], "ENTRIES": entries}
-    tensors: tuple[Tensor, ...] = (first, tiles, key_list, pooled_list, counts)
-    sizes: tuple[int, ...] = (len(tiles), lists)
-    launch = {"BLOCK": 512 // shape.groups, "num_warps": 1}
-    _lower(compiled_for(*tensors, *sizes), len(tiles) * lists, (*tensors, *sizes), constants | launch)
+@lru_cache(maxsize=512)
+def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> tuple[Prepared, Prepared]:
+    shape = layout.shape
+    rows, options = sizes.step((sizes.dim + padded(sizes.value_dim)) * sizes.bytes, shape.tile, 64)
+    if sizes.dim + padded(sizes.value_dim) <= 128 and sizes.bytes == 2:
+        options["maxnreg"] = 128  # more programs at once hide the latencies of each other
+    common = {
+        "TILE": shape.tile, "LOG_TILE": shape.tile.bit_length() - 1, "GROUPS": shape.groups,
+        "NODES": shape.branching[2], "ENTRIES": rows // shape.group,
+    }  # fmt: skip
+    constants = common | {
+        "CHUNK": shape.chunk, "DIM": sizes.dim, "VALUE_DIM": sizes.value_dim, "DV": padded(sizes.value_dim),
+        "CAUSAL": layout.causal, "BIASED": biased, "LOG_GROUP": math.log2(shape.group),
+        "LOG_NODE": math.log2(shape.node), "LOG_CHUNK": math.log2(shape.chunk), "PRECISION": sizes.precision,
+        "BLOCK": rows, **options,
+    }  # fmt: skip
+    lower = Prepared(select_kernels.lower, common | {"BLOCK": 512 // shape.groups, "num_warps": 1})
+    return lower, Prepared(attend_kernels.attend, constants)
 
-    bias = call.pooled_bias
-    if bias is not None:
-        bias = (bias.to(torch.float32) * LOG2_E).expand(heads).contiguous()
-    tensors = (q, k, v, keys.k, keys.v, key_list, pooled_list, counts, tiles, lse if bias is None else bias, out, lse)
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    sizes = (len(tiles), heads, k.shape[1], lists, call.layout.num_chunks, *strides)
-    constants |= _constants(call.layout, q) | {"VALUE_DIM": value_dim, "DV": padded(value_dim)}
-    constants |= {"CAUSAL": call.layout.causal, "BIASED": bias is not None, "LOG_GROUP": math.log2(shape.group)}
-    constants |= {"LOG_NODE": math.log2(shape.node), "LOG_CHUNK": math.log2(shape.chunk)}
-    constants |= {"BLOCK": min(64, rows), **options}
-    arguments = (*tensors, *sizes, call.scale * LOG2_E)
-    _attend(compiled_for(*tensors, *sizes), len(tiles) * heads, arguments, constants)
+
+def _attend_tiles(
+    call: ClusteredCall, keys: ClusteredKeys, sizes: Sizes, slab: Slab, work: tuple[Tensor, ...], out: Tensor, lse: Tensor
+) -> None:
+    """Lower a selection to lists, and attend from some tiles.
+
+    Args:
+        work: First query for which each group is open, and memory for the lists of keys and pooled rows and their lengths.
+    """
+    bias, tiles, lists = call.pooled_bias, slab.tiles, sizes.lists
+    lower, attend_lists = _attend_kernels(sizes, call.layout, slab, bias is not None)
+    first, key_list, pooled_list, counts = work
+    lower(len(tiles) * lists, (first, tiles, key_list, pooled_list, counts, len(tiles), lists))
+    bias = lse if bias is None else (bias.to(torch.float32) * LOG2_E).expand(sizes.heads).contiguous()
+    tensors = (call.q, call.k, call.v, keys.k, keys.v, key_list, pooled_list, counts, tiles, bias, out, lse)
+    numbers = (len(tiles), sizes.heads, sizes.kv_heads, lists, call.layout.num_chunks, *sizes.strides)
+    attend_lists(len(tiles) * sizes.heads, (*tensors, *numbers, call.scale * LOG2_E))

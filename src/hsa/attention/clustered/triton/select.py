@@ -18,6 +18,8 @@ import triton.language as tl
 
 from hsa.attention.clustered.triton.tiles import load_queries, load_tile
 
+LARGE: tl.constexpr = tl.constexpr(1e20)
+
 
 @triton.jit
 def _add(logit, top, mass):
@@ -29,37 +31,72 @@ def _add(logit, top, mass):
 
 
 @triton.jit
+def normalizers(
+    q, k, k_table, tiles, bounds, num_tiles, heads, kv_heads, chunks, q_row, q_head, k_row, k_head, scale, log_threshold,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, LOG_NODE: tl.constexpr, LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the bound of every query: the log-sum-exp of exact keys and pooled nodes, plus the log of the threshold."""
+    head = tl.program_id(0) // num_tiles
+    kv_head = (head // (heads // kv_heads)).to(tl.int64)
+    row, count, first_chunk, visible, exact, end, _, _ = load_tile(tiles, tl.program_id(0) % num_tiles)
+    if visible == 0:
+        return
+    query, column = tl.arange(0, TILE), tl.arange(0, DIM)
+    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM)
+    top = tl.full([TILE], float("-inf"), tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
+    k += exact.to(tl.int64) * k_row + kv_head * k_head
+    last = end - exact + (count - 1 if CAUSAL else 0)
+    for begin in range(0, last, BLOCK):
+        key = begin + tl.arange(0, BLOCK)
+        y = tl.load(k + tl.minimum(key, last - 1)[:, None] * k_row + column[None, :])
+        logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
+        limit = tl.minimum(end - exact + query, last) if CAUSAL else last + 0 * query
+        top, mass = _add(tl.where(key[None, :] < limit[:, None], logit, float("-inf")), top, mass)
+    nodes = visible * NODES
+    k_table += kv_head * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
+    k_table += (chunks * (CHUNK + GROUPS) + first_chunk * NODES).to(tl.int64) * DIM
+    for begin in range(0, nodes, BLOCK):
+        node = begin + tl.arange(0, BLOCK)
+        y = tl.load(k_table + tl.minimum(node, nodes - 1)[:, None] * DIM + column[None, :])
+        logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + LOG_NODE
+        top, mass = _add(tl.where((node < nodes)[None, :], logit, float("-inf")), top, mass)
+    bound = (top + tl.log2(mass) + log_threshold - LOG_GROUP) / scale
+    tl.store(bounds + (row + query).to(tl.int64) * heads + head, bound, mask=query < count)
+
+
+@triton.jit
 def _estimates(
     x, means, spreads, begin, groups, weight,
     DIM: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the estimates `[groups, queries]` of a block of groups, without scale and size, and which groups exist.
+    """Return the estimates `[groups, queries]` of a block of groups, without scale and size.
 
     Groups are the rows of the product, so that a minimum over the queries stays inside a few threads.
     """
     column = tl.arange(0, DIM)
     group = begin + tl.arange(0, BLOCK)
     offsets = tl.minimum(group, groups - 1)[:, None] * DIM + column[None, :]
-    mean = tl.load(means + offsets)
-    if SPREAD == 0:
-        return tl.dot(mean, tl.trans(x), input_precision=PRECISION), group < groups
-    spread = tl.load(spreads + offsets)
-    deviation = tl.abs(tl.dot(spread, tl.trans(x), input_precision=PRECISION))
-    if SPREAD == 2:  # no product for the default weight, 1
-        deviation *= weight
-    return tl.dot(mean, tl.trans(x), deviation, input_precision=PRECISION), group < groups
+    estimate = tl.dot(tl.load(means + offsets), tl.trans(x), input_precision=PRECISION)
+    if SPREAD != 0:
+        deviation = tl.abs(tl.dot(tl.load(spreads + offsets), tl.trans(x), input_precision=PRECISION))
+        if SPREAD == 2:  # no product for the default weight, 1
+            deviation *= weight
+        estimate -= deviation * -1.0  # a sum would become the start of the first product, and take an instruction more
+    return estimate
 
 
 @triton.jit
 def largest(
-    q, k_table, spread, tiles, bounds, heads, kv_heads, chunks, q_row, q_head, number, weight,
+    q, k_table, spread, tiles, bounds, num_tiles, heads, kv_heads, chunks, q_row, q_head, number, weight,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
     SPREAD: tl.constexpr, PRECISION: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Store the bound of every query: its `number`-th largest estimate, or −∞ if there are fewer groups."""
-    head = tl.program_id(0) % heads
+    head = tl.program_id(0) // num_tiles
     kv_head = (head // (heads // kv_heads)).to(tl.int64)
-    row, count, first_chunk, visible, _, _, _, _ = load_tile(tiles, tl.program_id(0) // heads)
+    row, count, first_chunk, visible, _, _, _, _ = load_tile(tiles, tl.program_id(0) % num_tiles)
     if visible == 0:
         return
     query = tl.arange(0, TILE)
@@ -69,7 +106,8 @@ def largest(
     spreads = spread + (kv_head * chunks * GROUPS + first_chunk * GROUPS) * DIM
     best = tl.full([TILE, KEPT], float("-inf"), tl.float32)
     for begin in range(0, visible * GROUPS, KEPT):
-        estimate, there = _estimates(x, means, spreads, begin, visible * GROUPS, weight, DIM, SPREAD, PRECISION, KEPT)
+        estimate = _estimates(x, means, spreads, begin, visible * GROUPS, weight, DIM, SPREAD, PRECISION, KEPT)
+        there = begin + tl.arange(0, KEPT) < visible * GROUPS
         # NaN counts as −∞, as in a comparison.
         estimate = tl.where(there[:, None] & (estimate == estimate), estimate, float("-inf"))
         best = tl.topk(tl.reshape(tl.join(best, tl.trans(estimate)), [TILE, 2 * KEPT]), KEPT)
@@ -82,66 +120,45 @@ def largest(
 
 @triton.jit
 def select(
-    q, k, k_table, spread, tiles, bundles, bounds, first,
-    num_bundles, heads, kv_heads, lists, chunks, q_row, q_head, k_row, k_head, scale, log_threshold, weight,
-    TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
-    DIM: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, SPREAD: tl.constexpr, LOG_NODE: tl.constexpr,
-    LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    q, means, spreads, tiles, bundles, bounds, first,
+    num_bundles, heads, kv_heads, lists, mean_head, spread_head, q_row, q_head, weight, unit,
+    TILE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the first query of each tile of a bundle for which each group is open; 255 if there is none."""
     listed = tl.program_id(0) // num_bundles
     bundle = tl.program_id(0) % num_bundles
     number, members = tl.load(bundles + bundle * 2), tl.load(bundles + bundle * 2 + 1)
-    _, _, first_chunk, visible, exact, _, offset, _ = load_tile(tiles, number)
+    _, _, first_chunk, visible, _, _, offset, _ = load_tile(tiles, number)
     groups = visible * GROUPS
     share = heads // lists
     kv_head = (listed * share // (heads // kv_heads)).to(tl.int64)
-
+    means += kv_head * mean_head + first_chunk.to(tl.int64) * GROUPS * DIM
+    spreads += kv_head * spread_head + first_chunk.to(tl.int64) * GROUPS * DIM
+    first += (offset.to(tl.int64) * lists + listed * visible) * GROUPS
     slot = tl.arange(0, TILES * TILE)
     within = slot % TILE
     at = tiles + (number + tl.minimum(slot // TILE, members - 1)) * 8
     there = (within < tl.load(at + 1)) & (slot // TILE < members)
     rows = (tl.load(at) + within).to(tl.int64)
-    limit = tl.load(at + 5) - exact + (within if CAUSAL else 0)  # number of exact keys that a query sees
-    last = tl.max(tl.where(there, limit, 0), 0)
-
-    column = tl.arange(0, DIM)
-    k += exact.to(tl.int64) * k_row + kv_head * k_head
-    table = k_table + kv_head * chunks * (CHUNK + GROUPS + NODES + 1) * DIM
-    means = table + (chunks * CHUNK + first_chunk * GROUPS).to(tl.int64) * DIM
-    pooled = table + (chunks * (CHUNK + GROUPS) + first_chunk * NODES).to(tl.int64) * DIM
-    spreads = spread + (kv_head * chunks + first_chunk) * GROUPS * DIM
-    first += (offset.to(tl.int64) * lists + listed * visible) * GROUPS
-    tile = tl.arange(0, TILES)
+    column, tile = tl.arange(0, DIM), tl.arange(0, TILES)
     for member in range(share):
         head = listed * share + member
-        x = tl.load(q + rows[:, None] * q_row + head.to(tl.int64) * q_head + column[None, :], mask=there[:, None], other=0.0)
-        if BOUNDED:
-            bound = tl.load(bounds + rows * heads + head, mask=there, other=float("inf"))
-        else:
-            # The log-sum-exp of the exact keys and of the pooled nodes, plus the log of the threshold.
-            top = tl.full([TILES * TILE], float("-inf"), tl.float32)
-            mass = tl.zeros([TILES * TILE], tl.float32)
-            for begin in range(0, last, BLOCK):
-                key = begin + tl.arange(0, BLOCK)
-                y = tl.load(k + tl.minimum(key, last - 1)[:, None] * k_row + column[None, :])
-                logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
-                top, mass = _add(tl.where(key[None, :] < limit[:, None], logit, float("-inf")), top, mass)
-            for begin in range(0, visible * NODES, BLOCK):
-                node = begin + tl.arange(0, BLOCK)
-                y = tl.load(pooled + tl.minimum(node, visible * NODES - 1)[:, None] * DIM + column[None, :])
-                logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
-                top, mass = _add(tl.where((node < visible * NODES)[None, :], logit + LOG_NODE, float("-inf")), top, mass)
-            bound = (top + tl.log2(mass) + log_threshold - LOG_GROUP) / scale
-            bound = tl.where(there, bound, float("inf"))
+        of_head = q + head.to(tl.int64) * q_head
+        x = tl.load(of_head + rows[:, None] * q_row + column[None, :], mask=there[:, None], other=0.0)
+        x = x.to(means.dtype.element_ty)
+        bound = tl.load(bounds + rows * heads + head, mask=there, other=float("inf")) * unit
+        # Whether a query wants a group is computed as 0 or 1 with products and sums, for which GPUs have most units.
+        least = bound * -LARGE
+        since = (within if CAUSAL else 0 * within).to(tl.float32) - 255.0
         for begin in range(0, groups, BLOCK):
-            estimate, listable = _estimates(x, means, spreads, begin, groups, weight, DIM, SPREAD, PRECISION, BLOCK)
-            opened = tl.where(estimate >= bound[None, :], within[None, :] if CAUSAL else 0, 255)
-            opened = tl.min(tl.reshape(opened, [BLOCK, TILES, TILE]), 2)
+            estimate = _estimates(x, means, spreads, begin, groups, weight, DIM, SPREAD, PRECISION, BLOCK)
+            wants = tl.minimum(tl.maximum(estimate * LARGE + least[None, :], 0.0), 1.0)
+            opened = tl.min(tl.reshape(wants * since[None, :] + 255.0, [BLOCK, TILES, TILE]), 2).to(tl.int32)
             group = begin + tl.arange(0, BLOCK)
             opened = tl.where(group[:, None] == 0, 0, opened)
             to = first + tile[None, :] * (lists * groups) + group[:, None]
-            listable = listable[:, None] & (tile < members)[None, :]
+            listable = (group < groups)[:, None] & (tile < members)[None, :]
             if member > 0:
                 opened = tl.minimum(opened, tl.load(to, mask=listable, other=255).to(tl.int32))
             tl.store(to, opened.to(tl.uint8), mask=listable)

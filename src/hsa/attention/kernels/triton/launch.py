@@ -99,6 +99,24 @@ class Launcher:
             compiled[(programs, 1, 1)](*arguments, *[None] * self.num_constants)
 
 
+class Prepared:
+    """A kernel with its compile-time constants: `prepared(programs, arguments)`.
+
+    All calls must have arguments of the same dtypes, and with the same properties that Triton specialises on. Operators keep
+    one per layout of their inputs, as this is the launch with the least overhead.
+    """
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]):
+        self.launcher, self.constants, self.compiled = Launcher(kernel), constants, None
+
+    def __call__(self, programs: int, arguments: tuple[Any, ...]) -> None:
+        if self.compiled is None:
+            self.launcher(None, programs, arguments, self.constants)
+            self.compiled = next(iter(self.launcher.compiled.values()), None)
+        else:
+            self.compiled[(programs, 1, 1)](*arguments, *[None] * self.launcher.num_constants)
+
+
 def compiled_for(*arguments: Any) -> tuple[Any, ...]:
     """Return the properties of arguments that Triton specialises kernels on."""
     return tuple(
