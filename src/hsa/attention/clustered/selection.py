@@ -118,30 +118,33 @@ class Lists:
     """Rows of the tables that are active for some query of a tile, one list after another, padded to the longest.
 
     Attributes:
-        entries: `[…, entries]` int64. From the highest bit on: row, level, begin and end. Padding repeats the first row of
-            the list, with an empty interval.
-        bits: Number of bits of begin and of end.
+        entries: `[…, entries]` int64: row and kind, as one number. Padding repeats the first row of the list, with an
+            empty interval.
         lengths: `[…]` number of entries without padding.
+        queries: Number of queries of the tile.
     """
 
     entries: Tensor
-    bits: int
     lengths: Tensor
+    queries: int
 
     @property
     def rows(self) -> Tensor:
         """Rows of the tables."""
-        return self.entries >> (2 * self.bits + 2)
+        return self.entries >> _kind_bits(self.queries)
 
     @property
-    def level(self) -> Tensor:
-        """Level of each row: 0 for keys, 1 for groups, 2 for nodes, 3 for chunks."""
-        return self.entries >> (2 * self.bits) & 3
+    def kinds(self) -> Tensor:
+        """Level and interval of each row, as one number: (level · (queries + 1) + begin) · (queries + 1) + end.
 
-    @property
-    def interval(self) -> Tensor:
-        """Queries for which each row is active, as one number: begin · 2^bits + end."""
-        return self.entries & ((1 << 2 * self.bits) - 1)
+        Levels are 0 for keys, 1 for groups, 2 for nodes and 3 for chunks.
+        """
+        return self.entries & ((1 << _kind_bits(self.queries)) - 1)
+
+
+def _kind_bits(queries: int) -> int:
+    """Return the number of bits of `Lists.kinds`."""
+    return (4 * (queries + 1) ** 2 - 1).bit_length()
 
 
 def lists_of(first: Tensor, layout: Layout, rows: int, first_chunk: int) -> Lists:
@@ -149,27 +152,27 @@ def lists_of(first: Tensor, layout: Layout, rows: int, first_chunk: int) -> List
 
     The groups are those of consecutive chunks from `first_chunk` on.
     """
-    shape, bits, flat = layout.shape, rows.bit_length(), first.flatten(0, -2)
+    flat, device, bits = first.flatten(0, -2), first.device, _kind_bits(rows)
     intervals = intervals_of(flat, layout, rows)
-    lengths = torch.zeros(len(flat), dtype=torch.int64, device=first.device)
-    parts, base = [], 0  # parts: list, place in the list, and entry
-    for level, per_chunk in enumerate(shape.rows):
-        active = intervals.begin[level] < intervals.end[level]
-        which, index = active.nonzero(as_tuple=True)
-        number = active.sum(1)
-        rank = torch.arange(len(which), device=first.device) - (number.cumsum(0) - number)[which]
-        size = shape.group if level == 0 else 1  # all keys of a group have one interval
-        row = base + first_chunk * per_chunk + index * size
-        low, high = (x[active].long() for x in (intervals.begin[level], intervals.end[level]))
-        entry = (((row << 2 | level) << bits | low) << bits) | high
-        inside = torch.arange(size, device=first.device)
-        place = (lengths[which] + rank * size)[:, None] + inside
-        parts.append((which[:, None], place, entry[:, None] + (inside << 2 * bits + 2)))
-        lengths = lengths + number * size
+    # All keys of a group have one interval: they are one unit, like each mean.
+    units, sizes, base = [], [], 0  # entry of a unit's first row without its interval, and number of rows
+    for level, per_chunk in enumerate(layout.shape.rows):
+        number, size = intervals.begin[level].shape[1], layout.shape.group if level == 0 else 1
+        row = torch.arange(number, device=device) * size + (base + first_chunk * per_chunk)
+        units.append((row << bits) + level * (rows + 1) ** 2)
+        sizes.append(torch.full_like(row, size))
         base += layout.num_chunks * per_chunk
-    entries = torch.full((len(flat), int(lengths.max()) if len(flat) else 0), -1, device=first.device)
-    for which, place, entry in parts:
-        entries[which, place] = entry
-    empty = entries[:, :1] >> 2 * bits << 2 * bits  # the first row of the list, for no query
-    entries = torch.where(entries < 0, empty, entries)
-    return Lists(entries.unflatten(0, first.shape[:-1]), bits, lengths.view(first.shape[:-1]))
+    begin, end = torch.cat(intervals.begin, 1), torch.cat(intervals.end, 1)
+    index = (begin < end).view(-1).nonzero().squeeze(1)
+    which, unit = index // begin.shape[1], index % begin.shape[1]
+    low, high = (x.view(-1).index_select(0, index) for x in (begin, end))
+    entry = torch.cat(units).index_select(0, unit) + low.long() * (rows + 1) + high
+    count = torch.cat(sizes).index_select(0, unit)
+    lengths = torch.zeros(len(flat), dtype=torch.int64, device=device).index_add_(0, which, count)
+    unit_of_row = torch.repeat_interleave(count)
+    inside = torch.arange(len(unit_of_row), device=device) - (count.cumsum(0) - count).index_select(0, unit_of_row)
+    every = entry.index_select(0, unit_of_row) + (inside << bits)
+    place = torch.arange(int(lengths.max()) if len(flat) else 0, device=device)
+    empty = every[lengths.cumsum(0) - lengths] >> bits << bits  # the first row of the list, for no query
+    entries = empty[:, None].masked_scatter(place < lengths[:, None], every)
+    return Lists(entries.unflatten(0, first.shape[:-1]), lengths.view(first.shape[:-1]), rows)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hsa.attention.clustered.call import ClusteredCall, SelectCall
 from hsa.attention.clustered.keys import ClusteredKeys, build_keys
-from hsa.attention.clustered.layout import Layout
+from hsa.attention.clustered.layout import Layout, Shape
 from hsa.attention.clustered.selection import NEVER, Lists, TileSelection, lists_of
 from hsa.tree.lasting import lasting
 
@@ -93,8 +93,12 @@ def _queries(q: Tensor, scale: float, block: Block) -> Tensor:
 
 
 @torch.no_grad()
-def select(call: SelectCall) -> TileSelection:
-    """Compute `hsa.select_groups` from checked arguments."""
+def select(call: SelectCall, exact: Tensor | None = None) -> TileSelection:
+    """Compute `hsa.select_groups` from checked arguments.
+
+    Args:
+        exact: `[queries, heads]` log-sum-exp of the exact logits to base 2, if it is known.
+    """
     layout = call.layout
     first = call.q.new_empty(int(layout.tile_offset[-1]) * layout.shape.groups * call.lists, dtype=torch.uint8)
     result = TileSelection(first, layout, call.lists)
@@ -103,7 +107,7 @@ def select(call: SelectCall) -> TileSelection:
     for block in blocks(layout, _tiles_at_once(call.q, layout)):
         if block.chunks == 0:
             continue
-        opening = _first_rows(call, table, block)
+        opening = _first_rows(call, table, block, exact)
         if block.tile in cut and call.opened is not None:
             before = call.opened[cut[block.tile], :, : opening.shape[-1]]
             opening[0, :, : before.shape[-1]].masked_fill_(before, 0)
@@ -112,7 +116,7 @@ def select(call: SelectCall) -> TileSelection:
 
 
 def _estimate_table(call: SelectCall) -> Tensor:
-    """Return `[kv_heads, chunks, signs, groups, dim + 1]`: the means of groups ± their spreads, and 1.
+    """Return `[chunks, signs, groups, kv_heads, dim + 1]`: the means of groups ± their spreads, and 1.
 
     The larger one of the two products with (q, log |G|) is the estimate of a group.
     """
@@ -123,54 +127,69 @@ def _estimate_table(call: SelectCall) -> Tensor:
     if call.spread:
         spread = call.keys.spread.to(dtype).unflatten(1, (chunks, 1, shape.groups)) * call.spread
         table = torch.cat([table + spread, table - spread], 2)
-    return F.pad(table, (0, 1), value=1.0)
+    return F.pad(table, (0, 1), value=1.0).permute(1, 2, 3, 0, 4).contiguous()
 
 
-def _first_rows(call: SelectCall, table: Tensor, block: Block) -> Tensor:
+def _first_rows(call: SelectCall, table: Tensor, block: Block, exact: Tensor | None) -> Tensor:
     """Return `[tiles, lists, groups]` the first query of each tile for which a group is open."""
     q = _queries(call.q, call.scale, block)
-    table = table[:, block.first_chunk : block.first_chunk + block.chunks]
-    margins = _margins(call, q, table, block).view(-1, block.queries)
+    table = table[block.first_chunk : block.first_chunk + block.chunks]
+    margins = _margins(call, q, table, block, exact).reshape(-1, block.queries)
     first = torch.full((len(margins),), NEVER, dtype=torch.uint8, device=q.device)
     opened = (margins.amax(1) >= 0).nonzero().squeeze(1)  # few: only they are searched for the first query
     if call.layout.causal:
-        first[opened] = (margins.index_select(0, opened) >= 0).to(torch.uint8).argmax(1).to(torch.uint8)
+        remaining = torch.arange(
+            block.queries, 0, -1, dtype=q.dtype, device=q.device
+        )  # several times faster than argmax
+        remaining = margins.index_select(0, opened).ge_(0).mul_(remaining).amax(1)
+        first[opened] = (block.queries - remaining).to(torch.uint8)
     else:
         first[opened] = 0
-    first = first.view(*table.shape[:4], len(q) // len(table), block.tiles).amin(2)
-    if call.lists < len(q):
-        first = first.amin(3, keepdim=True)
-    first = first.permute(4, 0, 3, 1, 2).reshape(block.tiles, call.lists, -1)
+    first = first.view(*table.shape[:3], call.lists, -1, block.tiles).amin((1, 4))  # over signs, and heads of a list
+    first = first.permute(3, 2, 0, 1).reshape(block.tiles, call.lists, -1)
     first[..., 0] = 0  # the group of the first key, a sink in most models
     return first
 
 
-def _margins(call: SelectCall, q: Tensor, table: Tensor, block: Block) -> Tensor:
-    """Return products of the table with queries `[kv_heads, rows of the table, queries]`, less what a group must have."""
-    rows, log_count = q.view(len(table), -1, q.shape[3]), math.log2(call.layout.shape.group)
+def _margins(call: SelectCall, q: Tensor, table: Tensor, block: Block, exact: Tensor | None) -> Tensor:
+    """Return products of the table with queries `[chunks, signs, groups, heads · queries]`, less what a group must have."""
+    rows, log_count = q.view(table.shape[3], -1, q.shape[3]), math.log2(call.layout.shape.group)
     if call.threshold is not None:
-        bound = _normalizer(call, q, block).view(*rows.shape[:2], 1) + (math.log2(call.threshold) - log_count)
+        bound = _normalizer(call, q, block, exact).view(*rows.shape[:2], 1) + (math.log2(call.threshold) - log_count)
         unknown = bound.isnan()  # queries with NaN want nothing, and must not affect the others of their tile
-        rows = torch.cat([rows.masked_fill(unknown, 0), -bound.masked_fill(unknown, math.inf)], -1)
-        return torch.bmm(table.flatten(1, 3), rows.transpose(1, 2))
+        return _products(table, torch.cat([rows.masked_fill(unknown, 0), -bound.masked_fill(unknown, math.inf)], -1))
     assert call.top_k is not None
-    estimates = torch.bmm(table.flatten(1, 3), F.pad(rows, (0, 1), value=log_count).transpose(1, 2))
-    best = estimates.view(*table.shape[:4], -1).amax(2).flatten(1, 2)
-    number = min(call.top_k, best.shape[1])
-    bound = best.topk(number, 1).values[:, -1:] if number else best.new_full((1, 1, 1), math.inf)
+    estimates = _products(table, F.pad(rows, (0, 1), value=log_count))
+    best = estimates.amax(1).flatten(0, 1)
+    number = min(call.top_k, len(best))
+    bound = best.topk(number, 0).values[-1] if number else best.new_full((1,), math.inf)
     return estimates.sub_(bound).nan_to_num_(-math.inf)
 
 
-def _normalizer(call: SelectCall, q: Tensor, block: Block) -> Tensor:
+def _products(table: Tensor, rows: Tensor) -> Tensor:
+    """Return the products `[…, heads · rows]` of a table `[…, heads, dim]` with rows `[heads, rows, dim]`."""
+    heads, _, dim = rows.shape
+    if table.device.type != "cpu" or table.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return torch.einsum("...hd,hrd->...hr", table, rows).flatten(-2)
+    # A convolution with kernels of size 1 and a group per head gives the same products. It is computed by oneDNN, which
+    # uses AVX-512 on any CPU that has it. MKL, which computes torch.bmm, uses it on CPUs by Intel only: half as fast on AMD.
+    pixels = table.view(1, 1, -1, heads * dim).permute(0, 3, 1, 2)  # the format "channels last"
+    out = F.conv2d(pixels, rows.flatten(0, 1)[..., None, None], groups=heads)
+    return out.permute(0, 2, 3, 1).view(*table.shape[:-2], -1)
+
+
+def _normalizer(call: SelectCall, q: Tensor, block: Block, exact: Tensor | None) -> Tensor:
     """Return `[heads, tiles, queries]` the log-sum-exp of the exact logits and of the pooled nodes."""
     layout, shape = call.layout, call.layout.shape
     begin = layout.num_chunks * (shape.chunk + shape.groups) + block.first_chunk * shape.rows[2]
     nodes = call.keys.k[:, begin : begin + block.chunks * shape.rows[2]].to(q.dtype)
     pooled = torch.bmm(nodes, q.view(len(nodes), -1, q.shape[3]).transpose(1, 2))
     lse = _softmax(pooled)[2].view(q.shape[:3]) + math.log2(shape.node)
+    if exact is not None:
+        return torch.logaddexp2(lse, exact[block.rows].T.view(lse.shape))
     for tiles in _spans(block, layout):
-        exact = _softmax(_exact_logits(q[:, tiles], call.k, block, tiles, layout))[2]
-        lse[:, tiles] = torch.logaddexp2(lse[:, tiles], exact.view(len(q), -1, block.queries))
+        near = _softmax(_exact_logits(q[:, tiles], call.k, block, tiles, layout))[2]
+        lse[:, tiles] = torch.logaddexp2(lse[:, tiles], near.view(len(q), -1, block.queries))
     return lse
 
 
@@ -213,29 +232,29 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     """Compute `hsa.clustered_attention` from checked arguments: the output and its log-sum-exp `[queries, heads]`."""
     keys = call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows)
-    selection = call.selection or select(call.select(keys))
-    every = blocks(call.layout, call.layout.num_tiles)
+    every = list(blocks(call.layout, call.layout.num_tiles))
     if call.needs_gradient and call.layout.num_tiles:
+        selection = call.selection or select(call.select(keys))
         parts = [checkpoint(_attend, call, keys, selection, block, use_reentrant=False) for block in every]
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-    out = call.q.new_empty(*call.q.shape[:2], call.v.shape[2])
-    lse = call.q.new_empty(call.q.shape[:2], dtype=torch.promote_types(call.q.dtype, torch.float32))
+        out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+        return out.to(call.q.dtype), lse / LOG2_E
+    wide = torch.promote_types(call.q.dtype, torch.float32)
+    out = call.q.new_empty(*call.q.shape[:2], call.v.shape[2], dtype=wide)
+    lse = call.q.new_empty(call.q.shape[:2], dtype=wide)
     for block in every:
-        out[block.rows], lse[block.rows] = _attend(call, keys, selection, block)
-    return out, lse
+        out[block.rows], lse[block.rows] = _attend_exact(call, block)
+    selection = call.selection or select(call.select(keys), lse)
+    for block in every:
+        if block.chunks:
+            near = out[block.rows], lse[block.rows]
+            out[block.rows], lse[block.rows] = _merged(near, _attend_lists(call, keys, selection, block))
+    return out.to(call.q.dtype), lse / LOG2_E
 
 
 def _attend(call: ClusteredCall, keys: ClusteredKeys, selection: TileSelection, block: Block) -> tuple[Tensor, Tensor]:
-    """Attend from a block of tiles: `[queries, heads, value_dim]` and `[queries, heads]`."""
-    q = _queries(call.q, call.scale, block)
-    parts = []
-    if spans := _spans(block, call.layout):
-        near = [_attend_exact(call, q[:, tiles], block, tiles) for tiles in spans]
-        parts.append((torch.cat([out for out, _ in near], 1), torch.cat([lse for _, lse in near], 1)))
-    if block.chunks:
-        parts.append(_attend_lists(call, keys, selection, q, block))
-    out, lse = parts[0] if len(parts) == 1 else _merged(*parts)
-    return out.flatten(1, 2).transpose(0, 1).to(call.q.dtype), lse.flatten(1).T / LOG2_E
+    """Attend from a block of tiles: `[queries, heads, value_dim]` and `[queries, heads]`, to base 2."""
+    near = _attend_exact(call, block)
+    return _merged(near, _attend_lists(call, keys, selection, block)) if block.chunks else near
 
 
 def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -244,17 +263,26 @@ def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor,
     return a[0] * (a[1] - lse).exp2()[..., None] + b[0] * (b[1] - lse).exp2()[..., None], lse
 
 
-def _attend_exact(call: ClusteredCall, q: Tensor, block: Block, tiles: slice) -> tuple[Tensor, Tensor]:
-    """Attend to the exact keys from some tiles of a block: `[heads, tiles, queries, value_dim]` and without the last."""
-    values = call.v[_exact_rows(block, tiles, call.layout)].to(q.dtype).transpose(0, 1)
-    out, lse = _read(_exact_logits(q, call.k, block, tiles, call.layout), values, call.dropout_p)
-    return out.view(*q.shape[:3], values.shape[2]), lse.view(q.shape[:3])
+def _attend_exact(call: ClusteredCall, block: Block) -> tuple[Tensor, Tensor]:
+    """Attend to the exact keys from a block of tiles: `[queries, heads, value_dim]` and `[queries, heads]`."""
+    q, layout = _queries(call.q, call.scale, block), call.layout
+    if not (spans := _spans(block, layout)):
+        number = block.tiles * block.queries
+        return q.new_zeros(number, len(q), call.v.shape[2]), q.new_full((number, len(q)), -math.inf)
+    outs, sums = [], []
+    for tiles in spans:
+        values = call.v[_exact_rows(block, tiles, layout)].to(q.dtype).transpose(0, 1)
+        out, lse = _read(_exact_logits(q[:, tiles], call.k, block, tiles, layout), values, call.dropout_p)
+        sums.append(lse.view(len(q), -1))
+        outs.append(out.view(*sums[-1].shape, values.shape[2]))
+    return torch.cat(outs, 1).transpose(0, 1), torch.cat(sums, 1).T
 
 
 def _attend_lists(
-    call: ClusteredCall, keys: ClusteredKeys, selection: TileSelection, q: Tensor, block: Block
+    call: ClusteredCall, keys: ClusteredKeys, selection: TileSelection, block: Block
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the listed rows of the tables: `[heads, tiles, queries, value_dim]` and without the last dimension."""
+    """Attend to the listed rows of the tables: `[queries, heads, value_dim]` and `[queries, heads]`."""
+    q = _queries(call.q, call.scale, block)
     first = selection.tile(block.tile, block.tiles).transpose(0, 1).flatten(0, 1)  # [lists · tiles, groups]
     lists = lists_of(first, call.layout, block.queries, block.first_chunk)
     share = len(q) // selection.lists  # number of heads per list
@@ -263,12 +291,13 @@ def _attend_lists(
     parts = []
     for batch, longest in _batches(lengths.tolist(), _entries_at_once(call, q, share * block.queries)):
         which = order[batch]
-        entries = Lists(lists.entries[which, :longest], lists.bits, lengths[batch])
+        entries = Lists(lists.entries[which, :longest], lengths[batch], block.queries)
         head = which // block.tiles * share  # first head of the list
         parts.append(_attend_batch(call, keys, of_lists[which], entries, head))
     back = order.argsort()
     out, lse = (torch.cat(part)[back].unflatten(0, (-1, block.tiles)) for part in zip(*parts, strict=True))
-    return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+    # [lists, tiles, heads of each, queries, …] → [queries of the block, heads, …]
+    return out.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1), lse.permute(1, 3, 0, 2).flatten(2, 3).flatten(0, 1)
 
 
 def _entries_at_once(call: ClusteredCall, q: Tensor, queries: int) -> int:
@@ -305,35 +334,28 @@ def _attend_batch(
     batch, share, queries, dim = q.shape
     rows = lists.rows + (head // (call.q.shape[1] // len(keys.k)) * keys.k.shape[1])[:, None]
     k, v = (t.flatten(0, 1).index_select(0, rows.view(-1)).to(q.dtype) for t in (keys.k, keys.v))
-    mask = _masks(queries, lists.bits, q.dtype, q.device).index_select(0, lists.interval.view(-1))
-    bias = _biases(call, q.dtype)[
-        head[:, None] + torch.arange(share, device=q.device)
-    ]  # [batch, heads of each, levels]
-    bias = bias.transpose(1, 2).flatten(0, 1)[lists.level + 4 * torch.arange(batch, device=q.device)[:, None]]
-    logits = mask.view(batch, -1, 1, queries) + bias[..., None]
+    kinds = lists.kinds
+    mask = _masks(queries, call.layout.shape, q.dtype, q.device).index_select(0, kinds.view(-1))
+    logits = mask.view(batch, -1, 1, queries).expand(-1, -1, share, -1).contiguous()
+    if call.pooled_bias is not None:
+        bias = call.pooled_bias.to(q.dtype).expand(call.q.shape[1]) * LOG2_E
+        bias = bias[head[:, None, None] + torch.arange(share, device=q.device)]  # [batch, 1, heads of each]
+        is_pooled = kinds >= (queries + 1) ** 2
+        logits = logits + torch.where(is_pooled[..., None], bias, 0.0)[..., None]
     logits = logits.flatten(2).baddbmm_(k.view(batch, -1, dim), q.flatten(1, 2).transpose(1, 2))
     out, lse = _read(logits, v.view(batch, logits.shape[1], v.shape[1]), call.dropout_p)
     return out.unflatten(1, (share, queries)), lse.unflatten(1, (share, queries))
 
 
-def _biases(call: ClusteredCall, dtype: torch.dtype) -> Tensor:
-    """Return `[heads, levels]` what is added to the logits of keys, groups, nodes and chunks: log |B| and a bias."""
-    shape, device = call.layout.shape, call.q.device
-    counts = torch.tensor([1, shape.group, shape.node, shape.chunk], dtype=dtype, device=device)
-    biases = counts.log2().expand(call.q.shape[1], 4)
-    if call.pooled_bias is None:
-        return biases
-    return torch.cat([biases[:, :1], biases[:, 1:] + LOG2_E * call.pooled_bias.to(dtype)[:, None]], 1)
-
-
 @lru_cache(maxsize=16)
-def _masks(queries: int, bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return `[intervals, queries]`: 0 for the queries in an interval, numbered as in `Lists`, −∞ for others."""
+def _masks(queries: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return `[kinds, queries]`, kinds as in `Lists`: log |B| for the queries in an interval, −∞ for others."""
     with lasting():
-        interval = torch.arange((queries + 1) << bits, device=device)[:, None]
         query = torch.arange(queries, device=device)
-        hidden = (query < interval >> bits) | (query >= interval & (1 << bits) - 1)
-        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
+        bound = torch.arange(queries + 1, device=device)[:, None]
+        active = (query >= bound)[:, None] & (query < bound)  # [begin, end, queries]
+        counts = torch.tensor([1, shape.group, shape.node, shape.chunk], dtype=dtype, device=device)
+        return torch.where(active, counts.log2().view(4, 1, 1, 1), -math.inf).flatten(0, 2)
 
 
 def _read(logits: Tensor, values: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
