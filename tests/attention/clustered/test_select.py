@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hsa import TileSelection, cluster, clustered_attention, select_groups
 from hsa.attention.clustered.selection import NEVER, intervals_of, lists_of
+from hsa.attention.clustered.torch_tiles import _products
 from tests.attention.clustered.batches import HEADS, KV_HEADS, batches, rows_of
 
 
@@ -147,6 +148,16 @@ def test_tiles_of_a_block_are_selected_as_one_by_one(batch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hsa.attention.clustered.torch_tiles.SCORES", {"cpu": 1})
         assert torch.equal(batch.select(keys).first, together.first)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 4), (3, 2, 32)])
+def test_products_of_float32(heads, shape):
+    """On a CPU, products of float32 are those of a convolution. NaN and infinity stay in their row."""
+    table, rows = torch.randn(*shape, heads, 9), torch.randn(heads, 40, 9)
+    rows[0, 3], rows[0, 5, 2] = torch.nan, torch.inf
+    found, expected = _products(table, rows), _products(table.double(), rows.double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @settings(max_examples=20)

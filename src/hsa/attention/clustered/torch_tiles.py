@@ -175,7 +175,7 @@ def _products(table: Tensor, rows: Tensor) -> Tensor:
     # uses AVX-512 on any CPU that has it. MKL, which computes torch.bmm, uses it on CPUs by Intel only: half as fast on AMD.
     pixels = table.view(1, 1, -1, heads * dim).permute(0, 3, 1, 2)  # the format "channels last"
     out = F.conv2d(pixels, rows.flatten(0, 1)[..., None, None], groups=heads)
-    return out.permute(0, 2, 3, 1).view(*table.shape[:-2], -1)
+    return out.permute(0, 2, 3, 1).reshape(*table.shape[:-2], -1)
 
 
 def _normalizer(call: SelectCall, q: Tensor, block: Block, exact: Tensor | None) -> Tensor:
