@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import hsa
+from hsa.attention.clustered.call import SelectCall
+from hsa.attention.clustered.layout import Shape, layout_of
+from hsa.attention.clustered.why_not import why_not_triton_select
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
 operator = pytest.importorskip("hsa.attention.clustered.triton.operator")
@@ -107,6 +110,19 @@ def test_refusals(options, reason):
     assert hsa.clustered_attention(q, k, v, **options).isfinite().all()  # another backend runs it
 
 
+def test_refuses_long_sequences_with_wide_tiles():
+    """An entry of a list has 31 bits for a group and two queries of its tile."""
+    layout = layout_of([2**20], [1], shape=Shape.of(tile=128, causal=False), causal=False)
+    q, k = torch.zeros(1, 1, 16, device=DEVICE), torch.zeros(1, 1, 16, device=DEVICE)
+    call = SelectCall(
+        q=q, k=k, keys=None, layout=layout, threshold=0.1, top_k=None, spread=1.0, lists=1, opened=None, scale=1.0,
+        backend="triton",
+    )  # fmt: skip
+    assert why_not_triton_select(call) == ["a sequence has 131,072 groups, more than 65,536 with tiles of 128 queries"]
+    layout = layout_of([2**20], [1], shape=Shape.of(tile=64, causal=False), causal=False)
+    assert why_not_triton_select(replace(call, layout=layout)) == []
+
+
 def test_refuses_gradients():
     q, k, v = (x.requires_grad_() for x in inputs([300], None, (1, 1, 16, 16)))
     with pytest.raises(hsa.HsaError, match="no gradients"):
@@ -126,6 +142,20 @@ def test_cuda_graph():
     out.zero_()
     graph.replay()
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.gpu
+def test_scores_in_8_bits_open_almost_the_same_groups():
+    q, k, v = inputs([3000], None, (4, 2, 64, 64), torch.bfloat16)
+    keys = hsa.cluster(k, v, [3000])
+    if keys.scores is None:
+        pytest.skip("this GPU multiplies no 8-bit numbers")
+    rule = {"causal": True, "threshold": 1 / 64, "backend": "triton"}
+    coarse, exact = (
+        hsa.select_groups(q, k, x, [3000], **rule).first != 255 for x in (keys, replace(keys, scores=None))
+    )
+    assert 0.02 < exact.float().mean() < 0.98
+    assert (coarse != exact).float().mean() < 0.02
 
 
 @pytest.mark.gpu

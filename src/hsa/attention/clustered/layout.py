@@ -226,8 +226,8 @@ def _slabs(layout: Layout, device: torch.device, bundle: int, most: int | None) 
             part[:, 6], part[:, 7] = np.cumsum(part[:, 3]) - part[:, 3], np.arange(end - begin)
         bundles = _bundles(layout.tile_sequence[order][begin:end], part[:, 3], bundle)
         with lasting():
-            tables = [torch.from_numpy(x.astype(np.int32)).to(device) for x in (part, bundles)]
-        slabs.append(Slab(*tables, int(part[:, 3].sum())))
+            tiles, bundled = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (part, bundles))
+        slabs.append(Slab(tiles, bundled, int(part[:, 3].sum())))
     return slabs if len(columns) else []
 
 

@@ -8,8 +8,8 @@ from hsa.attention.clustered.call import ClusteredCall, SelectCall
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.kernels import available
 
-MOST_ROWS = 2**23
-"""Maximum number of rows of a table: entries of lists name them in 23 bits."""
+MOST_NUMBERS = 2**31
+"""Limit of the numbers of the keys or values of a sequence, per head: kernels count them in 32 bits."""
 MOST_KEPT = 128
 """Maximum of `top_k`: a program keeps that many estimates per query."""
 
@@ -36,9 +36,12 @@ def _why_not(q: Tensor, v: Tensor, call: ClusteredCall | SelectCall) -> list[str
     reasons += why_not_widths(q, v)
     if call.scale <= 0:
         reasons.append(f"the scale must be positive, not {call.scale}")
-    rows = call.layout.num_chunks * sum(shape.rows)
-    if rows > MOST_ROWS:
-        reasons.append(f"all chunks have {rows:,} rows, more than {MOST_ROWS:,}")
+    chunks = int(call.layout.tile_chunks.max(initial=0))
+    groups, most = chunks * shape.groups, 2**30 // shape.tile**2
+    if groups > most:  # an entry of a list has 31 bits for a group and an interval of queries
+        reasons.append(f"a sequence has {groups:,} groups, more than {most:,} with tiles of {shape.tile} queries")
+    if chunks * shape.chunk * max(q.shape[2], v.shape[2]) >= MOST_NUMBERS:
+        reasons.append(f"a sequence has {chunks * shape.chunk:,} keys, too many for heads this wide")
     if (call.top_k or 0) > MOST_KEPT:
         reasons.append(f"top_k={call.top_k} is more than {MOST_KEPT}")
     if shape.tile < 16:

@@ -1,7 +1,8 @@
 """Kernel that attends from a tile of queries to its exact keys and to its lists, with an online softmax.
 
-Lists come from `lower`: groups that are open for the whole tile, which need no mask; groups that are opened later; and pooled
-rows, each for an interval of queries. Programs of one head follow each other, so that its keys and values stay in the cache.
+Lists come from `lower`: groups that are open for the whole tile, which need no mask; groups that are opened later; and
+pooled rows, each for an interval of queries. Programs of one head follow each other, so that its keys and values stay in the
+cache.
 """
 
 from __future__ import annotations

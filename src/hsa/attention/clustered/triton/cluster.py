@@ -24,7 +24,6 @@ from hsa.tree.lasting import lasting
 
 SCORE_UNIT = 0.25
 """Factor of means and spreads in 8 bits, whose largest number is 448."""
-STRIDE = 1
 WIDE = 64
 """Head dim up to which registers are limited, so that two programs fit a multiprocessor."""
 
@@ -69,7 +68,7 @@ def _kernel(
     shape = layout.shape
     constants = {
         "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": dim, "VALUE_DIM": value_dim,
-        "DV": padded(value_dim), "WINDOWS": windows, "ITERATIONS": ITERATIONS, "STRIDE": STRIDE,
+        "DV": padded(value_dim), "WINDOWS": windows, "ITERATIONS": ITERATIONS,
         "SCORES": SCORE_UNIT if _has_scores(dtype, device) else 0.0, "num_warps": 8,
     }  # fmt: skip
     return Prepared(cluster, constants | ({"maxnreg": 128} if dim <= WIDE else {}))
@@ -176,7 +175,7 @@ def _pool(
 def cluster(
     k, v, chunk_rows, k_table, v_table, spread, scores, order, start, chunks, heads, k_row, k_head, v_row, v_head,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, SCORES: tl.constexpr, STRIDE: tl.constexpr,
+    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) % heads).to(tl.int64)
     chunk = tl.program_id(0) // heads
@@ -195,7 +194,7 @@ def cluster(
         # The rows of the table that this program fills in the end.
         scratch = (k_table + (chunk * CHUNK).to(tl.int64) * DIM).to(tl.pointer_type(tl.int32), bitcast=True)
         LEVELS: tl.constexpr = _log2(GROUPS)
-        for level in tl.static_range(0, LEVELS, STRIDE):
+        for level in tl.static_range(LEVELS):
             number = tl.reshape(number, [1 << level, CHUNK >> level])
             number = _sorted(k, k_row, number, from_direction, scratch, 1 << level, CHUNK >> level, DIM, ITERATIONS)
         number = tl.sort(tl.reshape(number, [GROUPS, SIZE]), 1)  # keys of a group in their own order
@@ -222,4 +221,3 @@ def cluster(
 @triton.constexpr_function
 def _log2(number):
     return number.bit_length() - 1
-

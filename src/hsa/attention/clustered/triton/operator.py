@@ -104,7 +104,9 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     given = (keys.k, keys.v, keys.spread) if selection is None else (keys.k, keys.v, keys.spread, selection.first)
     sizes = _sizes(q, call.k, call.v, lists, *given)
     groups = layout.shape.groups * lists  # per chunk
-    for slab in layout.slabs(q.device, sizes.bundle(layout), None if selection is not None else SLAB_BYTES // (9 * groups)):
+    for slab in layout.slabs(
+        q.device, sizes.bundle(layout), None if selection is not None else SLAB_BYTES // (9 * groups)
+    ):
         padding = len(slab.tiles) * lists * (128 // layout.shape.group)
         held = slab.chunks * groups
         work = q.new_empty(2 * held + padding + 8 * len(slab.tiles) * lists + held // 4, dtype=torch.int32)
@@ -211,7 +213,13 @@ def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> t
 
 
 def _attend_tiles(
-    call: ClusteredCall, keys: ClusteredKeys, sizes: Sizes, slab: Slab, work: tuple[Tensor, ...], out: Tensor, lse: Tensor
+    call: ClusteredCall,
+    keys: ClusteredKeys,
+    sizes: Sizes,
+    slab: Slab,
+    work: tuple[Tensor, ...],
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     """Lower a selection to lists, and attend from some tiles.
 

@@ -1,8 +1,8 @@
 """Kernels that select groups: a bound per query, the first query of a tile that reaches it, and lists of open rows.
 
-No matrix of scores is written: `select` keeps, per tile, list and group, one byte. A program has a *bundle* of tiles that see
-the same chunks, so that the means and spreads of groups are read once for all of them. `lower` turns the bytes into two lists
-per tile and list, in a fixed order:
+No matrix of scores is written: `select` keeps, per tile, list and group, one byte. A program has a *bundle* of tiles that
+see the same chunks, so that it reads the means and spreads of groups once for all of them. `lower` turns the bytes into two
+lists per tile and list, in a fixed order:
 
 - keys: open groups. Those that are open for all queries come first, as many as fill whole steps of `attend`; the others are
   listed from the end on, with the first query for which they are open, and padded;

@@ -34,4 +34,6 @@ def load_queries(q, row, count, head, q_row, q_head, TILE: tl.constexpr, DIM: tl
     """Return the queries `[TILE, DIM]` of a tile and head; 0 behind the last one."""
     query, column = tl.arange(0, TILE), tl.arange(0, DIM)
     rows = (row + query).to(tl.int64)[:, None]
-    return tl.load(q + rows * q_row + head.to(tl.int64) * q_head + column[None, :], mask=query[:, None] < count, other=0.0)
+    return tl.load(
+        q + rows * q_row + head.to(tl.int64) * q_head + column[None, :], mask=query[:, None] < count, other=0.0
+    )

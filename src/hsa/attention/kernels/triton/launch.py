@@ -107,7 +107,8 @@ class Prepared:
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any]):
-        self.launcher, self.constants, self.compiled = Launcher(kernel), constants, None
+        self.launcher, self.constants = Launcher(kernel), constants
+        self.compiled: Any = None
 
     def __call__(self, programs: int, arguments: tuple[Any, ...]) -> None:
         if self.compiled is None:
