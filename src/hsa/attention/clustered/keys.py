@@ -39,7 +39,8 @@ class ClusteredKeys:
         order: `[kv_heads, keys]` index in its chunk of the key at every row; None if keys are in their own order.
         chunks: Number of complete chunks of every sequence.
         shape: Sizes of the trees.
-        scores: `[2, kv_heads, groups, dim]` means and spreads of groups in 8 bits, from which kernels estimate; or None.
+        scores: `[kv_heads, nodes, 2, groups of a node, dim]` means and spreads of groups, in 8 bits if k has half precision
+            and the GPU multiplies 8-bit numbers. Kernels make and read it; None if no kernel has made these keys.
 
     >>> from hsa import cluster
     >>> keys = cluster(torch.randn(600, 2, 16), torch.randn(600, 2, 16), [600])  # 2 complete chunks of 256 keys

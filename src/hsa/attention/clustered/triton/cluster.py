@@ -22,8 +22,8 @@ from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.triton.launch import INTERPRETED, Prepared
 from hsa.tree.lasting import lasting
 
-SCORE_UNIT = 0.25
-"""Factor of means and spreads in 8 bits, whose largest number is 448."""
+SCORE_UNITS = {torch.float8_e4m3fn: 0.25}
+"""Factor of means and spreads in the table of scores, by its dtype, 1 by default. The largest 8-bit number is 448."""
 WIDE = 64
 """Head dim up to which registers are limited, so that two programs fit a multiprocessor."""
 
@@ -32,7 +32,7 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
     """Return the clustered keys of packed k `[keys, kv_heads, dim]` and v."""
     k, v = aligned(k), aligned(v)
     shape, chunks, (_, heads, dim), value_dim = layout.shape, layout.num_chunks, k.shape, v.shape[2]
-    rows, groups = chunks * sum(shape.rows), chunks * shape.groups
+    rows, groups, nodes = chunks * sum(shape.rows), chunks * shape.groups, shape.branching[2]
     parts = [heads * rows * dim, heads * rows * value_dim, heads * groups * dim]
     tables = k.new_empty(sum(parts)).split(parts)
     keys = ClusteredKeys(
@@ -42,14 +42,14 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
         order=None if windows else k.new_empty(heads, chunks * shape.chunk, dtype=torch.int16),
         chunks=tuple(np.diff(layout.chunks).tolist()),
         shape=shape,
-        scores=_empty_scores(k, groups),
+        scores=k.new_empty(heads, chunks * nodes, 2, shape.branching[1], dim, dtype=_score_dtype(k.dtype, k.device)),
     )
     if chunks:
         strides = (*k.stride()[:2], *v.stride()[:2])
         kernel = _kernel(layout, k.dtype, k.device, heads, dim, value_dim, strides, windows)
-        order, scores = (keys.spread if x is None else x for x in (keys.order, keys.scores))
+        order = keys.spread if keys.order is None else keys.order
         rows_of_chunks, start = layout.rows_of_chunks(k.device), _start(dim, k.device)
-        tensors = (k, v, rows_of_chunks, keys.k, keys.v, keys.spread, scores, order, start)
+        tensors = (k, v, rows_of_chunks, keys.k, keys.v, keys.spread, keys.scores, order, start)
         kernel(chunks * heads, (*tensors, chunks, heads, *strides))
     return keys
 
@@ -69,20 +69,15 @@ def _kernel(
     constants = {
         "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": dim, "VALUE_DIM": value_dim,
         "DV": padded(value_dim), "WINDOWS": windows, "ITERATIONS": ITERATIONS,
-        "SCORES": SCORE_UNIT if _has_scores(dtype, device) else 0.0, "num_warps": 8,
+        "UNIT": SCORE_UNITS.get(_score_dtype(dtype, device), 1.0), "num_warps": 8,
     }  # fmt: skip
     return Prepared(cluster, constants | ({"maxnreg": 128} if dim <= WIDE else {}))
 
 
-def _has_scores(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether estimates are computed in 8 bits: in half precision, if the GPU multiplies 8-bit numbers."""
-    return dtype.itemsize == 2 and not INTERPRETED and available.capability(device) >= (8, 9)
-
-
-def _empty_scores(k: Tensor, groups: int) -> Tensor | None:
-    if not _has_scores(k.dtype, k.device):
-        return None
-    return k.new_empty(2, k.shape[1], groups, k.shape[2], dtype=torch.float8_e4m3fn)
+def _score_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of scores: 8 bits for half precision, if the GPU multiplies 8-bit numbers."""
+    small = dtype.itemsize == 2 and not INTERPRETED and available.capability(device) >= (8, 9)
+    return torch.float8_e4m3fn if small else dtype
 
 
 @lru_cache(maxsize=8)
@@ -175,7 +170,7 @@ def _pool(
 def cluster(
     k, v, chunk_rows, k_table, v_table, spread, scores, order, start, chunks, heads, k_row, k_head, v_row, v_head,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, SCORES: tl.constexpr,
+    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) % heads).to(tl.int64)
     chunk = tl.program_id(0) // heads
@@ -211,10 +206,10 @@ def cluster(
     direction *= tl.sqrt(tl.sum(along * along, 1) / SIZE)[:, None]
     to = spread + ((head * chunks + chunk) * GROUPS + group)[:, None] * DIM + column[None, :]
     tl.store(to, direction.to(spread.dtype.element_ty))
-    if SCORES > 0:
-        to = scores + ((head * chunks + chunk) * GROUPS + group)[:, None] * DIM + column[None, :]
-        tl.store(to, (tl.sum(x, 1) / SIZE * SCORES).to(scores.dtype.element_ty))
-        tl.store(to + heads.to(tl.int64) * chunks * GROUPS * DIM, (direction * SCORES).to(scores.dtype.element_ty))
+    row = (head * chunks + chunk) * (2 * GROUPS) + group // (GROUPS // NODES) * (GROUPS // NODES) + group
+    to = scores + row[:, None] * DIM + column[None, :]
+    tl.store(to, (tl.sum(x, 1) * (UNIT / SIZE)).to(scores.dtype.element_ty))
+    tl.store(to + GROUPS // NODES * DIM, (direction * UNIT).to(scores.dtype.element_ty))
     _pool(v, v_row, v_table, number, group, chunk, chunks, CHUNK, GROUPS, NODES, VALUE_DIM, DV)
 
 

@@ -16,7 +16,7 @@ from hsa.attention.clustered.layout import Layout, Slab
 from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.clustered.triton import attend as attend_kernels
 from hsa.attention.clustered.triton import select as select_kernels
-from hsa.attention.clustered.triton.cluster import SCORE_UNIT, build_keys
+from hsa.attention.clustered.triton.cluster import SCORE_UNITS, build_keys
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels.available import padded, shared_memory
 from hsa.attention.kernels.triton.launch import Prepared
@@ -144,12 +144,13 @@ def _bound_kernel(sizes: Sizes, layout: Layout, slab: Slab, number: int | None, 
 
 
 @lru_cache(maxsize=512)
-def _select_kernel(sizes: Sizes, layout: Layout, slab: Slab, is_coarse: bool, weighs: int) -> Prepared:
+def _select_kernel(sizes: Sizes, layout: Layout, slab: Slab, scores: torch.dtype | None, weighs: int) -> Prepared:
     shape, bundle = layout.shape, sizes.bundle(layout)
     block, launch = sizes.step(2 * sizes.dim * sizes.bytes, bundle * shape.tile, 64)
     constants = {
         "TILE": shape.tile, "TILES": bundle, "GROUPS": shape.groups, "DIM": sizes.dim, "CAUSAL": layout.causal,
-        "SPREAD": weighs, "PRECISION": sizes.precision, "BLOCK": block, **launch, "num_warps": 4,
+        "TOGETHER": scores is not None, "SPREAD": weighs, "PRECISION": sizes.precision, "BLOCK": block, **launch,
+        "num_warps": 4,
     }  # fmt: skip
     return Prepared(select_kernels.select, constants)
 
@@ -172,9 +173,10 @@ def _select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, fi
     if keys.scores is None:
         means, spreads, unit = keys.k[:, chunks * layout.shape.chunk :], keys.spread, 1.0
     else:
-        means, spreads, unit = *keys.scores, SCORE_UNIT
+        means = spreads = keys.scores
+        unit = SCORE_UNITS.get(means.dtype, 1.0)
     numbers = (len(slab.bundles), sizes.heads, sizes.kv_heads, sizes.lists, means.stride(0), spreads.stride(0))
-    _select_kernel(sizes, layout, slab, keys.scores is not None, weighs)(
+    _select_kernel(sizes, layout, slab, None if keys.scores is None else means.dtype, weighs)(
         len(slab.bundles) * sizes.lists,
         (q, means, spreads, tiles, slab.bundles, bounds, first, *numbers, *strides[:2], call.spread, unit),
     )

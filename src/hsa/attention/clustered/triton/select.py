@@ -69,21 +69,32 @@ def normalizers(
 @triton.jit
 def _estimates(
     x, means, spreads, begin, groups, weight,
-    DIM: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Return the estimates `[groups, queries]` of a block of groups, without scale and size.
 
     Groups are the rows of the product, so that a minimum over the queries stays inside a few threads.
+
+    Args:
+        TOGETHER: Whether `means` is a table of scores: means and spreads of eight groups at a time.
     """
     column = tl.arange(0, DIM)
-    group = begin + tl.arange(0, BLOCK)
-    offsets = tl.minimum(group, groups - 1)[:, None] * DIM + column[None, :]
-    estimate = tl.dot(tl.load(means + offsets), tl.trans(x), input_precision=PRECISION)
-    if SPREAD != 0:
-        deviation = tl.abs(tl.dot(tl.load(spreads + offsets), tl.trans(x), input_precision=PRECISION))
-        if SPREAD == 2:  # no product for the default weight, 1
-            deviation *= weight
-        estimate -= deviation * -1.0  # a sum would become the start of the first product, and take an instruction more
+    if TOGETHER:
+        row = tl.minimum(2 * begin + tl.arange(0, 2 * BLOCK), 2 * groups - 1)
+        y = tl.load(means + row[:, None] * DIM + column[None, :])
+        both = tl.dot(y, tl.trans(x), input_precision=PRECISION)
+        both = tl.permute(tl.reshape(both, [BLOCK // 8, 2, 8, x.shape[0]]), [0, 2, 3, 1])
+        estimate, deviation = tl.split(tl.reshape(both, [BLOCK, x.shape[0], 2]))
+    else:
+        offsets = tl.minimum(begin + tl.arange(0, BLOCK), groups - 1)[:, None] * DIM + column[None, :]
+        estimate = tl.dot(tl.load(means + offsets), tl.trans(x), input_precision=PRECISION)
+        deviation = estimate
+        if SPREAD != 0:
+            deviation = tl.dot(tl.load(spreads + offsets), tl.trans(x), input_precision=PRECISION)
+    if SPREAD == 1:  # no product for the default weight
+        estimate += tl.abs(deviation)
+    elif SPREAD == 2:
+        estimate += tl.abs(deviation) * weight
     return estimate
 
 
@@ -106,7 +117,7 @@ def largest(
     spreads = spread + (kv_head * chunks * GROUPS + first_chunk * GROUPS) * DIM
     best = tl.full([TILE, KEPT], float("-inf"), tl.float32)
     for begin in range(0, visible * GROUPS, KEPT):
-        estimate = _estimates(x, means, spreads, begin, visible * GROUPS, weight, DIM, SPREAD, PRECISION, KEPT)
+        estimate = _estimates(x, means, spreads, begin, visible * GROUPS, weight, DIM, SPREAD, PRECISION, KEPT, False)
         there = begin + tl.arange(0, KEPT) < visible * GROUPS
         # NaN counts as −∞, as in a comparison.
         estimate = tl.where(there[:, None] & (estimate == estimate), estimate, float("-inf"))
@@ -123,7 +134,7 @@ def select(
     q, means, spreads, tiles, bundles, bounds, first,
     num_bundles, heads, kv_heads, lists, mean_head, spread_head, q_row, q_head, weight, unit,
     TILE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, TOGETHER: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the first query of each tile of a bundle for which each group is open; 255 if there is none."""
     listed = tl.program_id(0) // num_bundles
@@ -133,7 +144,7 @@ def select(
     groups = visible * GROUPS
     share = heads // lists
     kv_head = (listed * share // (heads // kv_heads)).to(tl.int64)
-    means += kv_head * mean_head + first_chunk.to(tl.int64) * GROUPS * DIM
+    means += kv_head * mean_head + first_chunk.to(tl.int64) * (GROUPS * DIM * (2 if TOGETHER else 1))
     spreads += kv_head * spread_head + first_chunk.to(tl.int64) * GROUPS * DIM
     first += (offset.to(tl.int64) * lists + listed * visible) * GROUPS
     slot = tl.arange(0, TILES * TILE)
@@ -152,7 +163,7 @@ def select(
         least = bound * -LARGE
         since = (within if CAUSAL else 0 * within).to(tl.float32) - 255.0
         for begin in range(0, groups, BLOCK):
-            estimate = _estimates(x, means, spreads, begin, groups, weight, DIM, SPREAD, PRECISION, BLOCK)
+            estimate = _estimates(x, means, spreads, begin, groups, weight, DIM, SPREAD, PRECISION, BLOCK, TOGETHER)
             wants = tl.minimum(tl.maximum(estimate * LARGE + least[None, :], 0.0), 1.0)
             opened = tl.min(tl.reshape(wants * since[None, :] + 255.0, [BLOCK, TILES, TILE]), 2).to(tl.int32)
             group = begin + tl.arange(0, BLOCK)
