@@ -27,10 +27,14 @@ from benchmarks.measure import check, write_table
 
 LENGTHS = (8192, 32768, 131072)
 THRESHOLDS = (1 / 64, 1 / 128, 1 / 256)
+UNMASKED = 32768
+"""Number of tokens at which attention without causality is measured too."""
 HEADER = (
     *("inputs", "tokens", "causal", "setting", "SDPA ms", "ours ms", "× faster", "cluster", "select", "attend"),
     "keys per tile",
 )
+CLUSTERING = ("windows", "branching")
+"""Options of `hsa.cluster`; the others are those of `hsa.select_groups`."""
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
@@ -63,8 +67,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 def verify(inputs: Inputs, causal: bool, **setting: Any) -> None:
     """Compare kernels with the torch backend in float64, on the first tokens and with the kernels' own selection."""
     q, k, v = (x[:2048] for x in inputs)
-    rule = {name: x for name, x in setting.items() if name != "windows"}
-    keys = hsa.cluster(k, v, [len(k)], windows=setting.get("windows", False))
+    clustering, rule = split(setting)
+    keys = hsa.cluster(k, v, [len(k)], **clustering)
     selection = hsa.select_groups(q, k, keys, [len(k)], causal=causal, **rule)
     given = {"selection": selection, "causal": causal, "tile": selection.layout.shape.tile}
     out = hsa.clustered_attention(q, k, v, keys=keys, backend="triton", **given)
@@ -72,6 +76,12 @@ def verify(inputs: Inputs, causal: bool, **setting: Any) -> None:
     wide = (x.double() for x in (q, k, v))
     wanted = hsa.clustered_attention(*wide, keys=precise, backend="torch", **given)
     check(f"{setting}", out, wanted, 3e-2)
+
+
+def split(setting: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of clustering, and the others."""
+    clustering = {name: x for name, x in setting.items() if name in CLUSTERING}
+    return clustering, {name: x for name, x in setting.items() if name not in CLUSTERING}
 
 
 def measure(name: str, inputs: Inputs, causal: bool, settings: Sequence[dict[str, Any]]) -> list[list[Any]]:
@@ -101,8 +111,8 @@ def measure(name: str, inputs: Inputs, causal: bool, settings: Sequence[dict[str
 def time_setting(inputs: Inputs, causal: bool, **setting: Any) -> tuple[list[float], int]:
     """Return the milliseconds of one call, of clustering, selecting and attending, and the opened keys per tile."""
     q, k, v = inputs
-    windows, rule = setting.get("windows", False), {x: y for x, y in setting.items() if x != "windows"}
-    cluster = partial(hsa.cluster, k, v, [len(k)], windows=windows)
+    clustering, rule = split(setting)
+    cluster = partial(hsa.cluster, k, v, [len(k)], **clustering)
     keys = cluster()
     select = partial(hsa.select_groups, q, k, keys, [len(k)], causal=causal, **rule)
     selection = select()
@@ -114,6 +124,8 @@ def time_setting(inputs: Inputs, causal: bool, **setting: Any) -> tuple[list[flo
 
 def main(name: str, files: Sequence[Path], heads: int | None, lengths: Sequence[int], layers: int) -> None:
     rows = []
+    settings: list[dict[str, Any]] = [{"threshold": t} for t in THRESHOLDS]
+    settings.append({"threshold": 1 / 128, "windows": True})
     for file in files:
         data = torch.load(file)
         for number in sorted(data)[:layers]:
@@ -121,9 +133,9 @@ def main(name: str, files: Sequence[Path], heads: int | None, lengths: Sequence[
                 inputs = real(data[number], tokens, heads)
                 shape = f"{inputs[0].shape[1]}/{inputs[1].shape[1]} × {inputs[0].shape[2]}"
                 what = f"{file.stem.removeprefix('qkv_')}, layer {number}, {shape}"
-                settings: list[dict[str, Any]] = [{"threshold": t} for t in THRESHOLDS]
-                settings.append({"threshold": 1 / 128, "windows": True})
                 rows += measure(what, inputs, True, settings)
+                if tokens == UNMASKED:
+                    rows += measure(what, inputs, False, settings[1::2])
     if heads is not None:
         for tokens in lengths:
             rows += measure(f"random, {heads}/{heads} × 64", random(tokens, heads), True, [{"threshold": 1 / 128}])

@@ -6,7 +6,7 @@
 MODEL is a folder with a causal language model (full attention in all layers), TEXTS a folder with `*.txt` or a file with
 tokens: `torch.save` of integers `[texts, tokens]`, or of a dict of them by kind of text. Each text needs one token more than
 `--length`. Exact attention is always measured first. Settings are the options of `hsa.clustered_attention`: threshold,
-top_k, spread, share_lists, windows, tile, backend.
+top_k, spread, share_lists, windows, branching (such as 8x8x4), tile, backend.
 
 With `--last M`, all rows but the last M attend exactly, and only the last M are judged. With `--needles N`, facts are hidden
 at N depths of the first text, and the model is asked for each of them; all rows but the last 256 or more attend exactly.
@@ -48,6 +48,7 @@ KINDS: Mapping[str, Any] = {
     "tile": int,
     "share_lists": lambda text: bool(int(text)),
     "windows": lambda text: bool(int(text)),
+    "branching": lambda text: tuple(int(size) for size in text.split("x")),
     "backend": str,
 }
 # fmt: off
@@ -208,11 +209,12 @@ def read_texts(path: Path, length: int, count: int | None, decoder: Decoder) -> 
 @torch.inference_mode()
 def list_lengths(layers: Mapping[int, Packed], settings: Settings, start: int) -> tuple[float, float]:
     """Return the mean numbers of listed keys and of pooled rows, per tile and list, for queries from `start` on."""
-    rule = {name: value for name, value in settings.items() if name != "windows"}
+    clustering = {name: value for name, value in settings.items() if name in ("windows", "branching")}
+    rule = {name: value for name, value in settings.items() if name not in clustering}
     keys, pooled, lists = 0, 0, 0
     for q, k, v in layers.values():
         lengths, queries = [len(k)], q[start:]
-        clustered = hsa.cluster(k, v, lengths, windows=settings.get("windows", False))
+        clustered = hsa.cluster(k, v, lengths, **clustering)
         selection = hsa.select_groups(queries, k, clustered, lengths, query_lengths=[len(queries)], causal=True, **rule)
         entries = entries_of(selection)
         keys += entries[0]

@@ -111,14 +111,16 @@ def test_refusals(options, reason):
 
 
 def test_refuses_long_sequences_with_wide_tiles():
-    """An entry of a list has 31 bits for a group and two queries of its tile."""
+    """An entry of a list has 31 bits for a pooled row and an interval of the queries of its tile."""
     layout = layout_of([2**20], [1], shape=Shape.of(tile=128, causal=False), causal=False)
     q, k = torch.zeros(1, 1, 16, device=DEVICE), torch.zeros(1, 1, 16, device=DEVICE)
     call = SelectCall(
         q=q, k=k, keys=None, layout=layout, threshold=0.1, top_k=None, spread=1.0, lists=1, opened=None, scale=1.0,
         backend="triton",
     )  # fmt: skip
-    assert why_not_triton_select(call) == ["a sequence has 131,072 groups, more than 65,536 with tiles of 128 queries"]
+    assert why_not_triton_select(call) == [
+        "a sequence has 151,552 pooled rows, more than 65,536 with tiles of 128 queries"
+    ]
     layout = layout_of([2**20], [1], shape=Shape.of(tile=64, causal=False), causal=False)
     assert why_not_triton_select(replace(call, layout=layout)) == []
 

@@ -37,9 +37,9 @@ def _why_not(q: Tensor, v: Tensor, call: ClusteredCall | SelectCall) -> list[str
     if call.scale <= 0:
         reasons.append(f"the scale must be positive, not {call.scale}")
     chunks = int(call.layout.tile_chunks.max(initial=0))
-    groups, most = chunks * shape.groups, 2**30 // shape.tile**2
-    if groups > most:  # an entry of a list has 31 bits for a group and an interval of queries
-        reasons.append(f"a sequence has {groups:,} groups, more than {most:,} with tiles of {shape.tile} queries")
+    pooled, most = chunks * sum(shape.rows[1:]), 2**30 // shape.tile**2
+    if pooled > most:  # an entry of a list has 31 bits for a pooled row and an interval of queries
+        reasons.append(f"a sequence has {pooled:,} pooled rows, more than {most:,} with tiles of {shape.tile} queries")
     if chunks * shape.chunk * max(q.shape[2], v.shape[2]) >= MOST_NUMBERS:
         reasons.append(f"a sequence has {chunks * shape.chunk:,} keys, too many for heads this wide")
     if (call.top_k or 0) > MOST_KEPT:

@@ -22,11 +22,11 @@ def _rows(table, index, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _step(logit, values, top, mass, out, scale, shift, PRECISION: tl.constexpr):
-    """Add values, weighted by scale · logit + shift, to a running softmax. The scale is positive."""
-    new = tl.maximum(top, tl.max(logit, 1) * scale + shift)
+def _step(logit, values, top, mass, out, scale, PRECISION: tl.constexpr):
+    """Add values, weighted by their logits times a scale, to a running softmax. The scale is positive."""
+    new = tl.maximum(top, tl.max(logit, 1) * scale)
     base = tl.where(new == float("-inf"), 0.0, new)
-    weight = tl.exp2(logit * scale - (base - shift)[:, None])
+    weight = tl.exp2(logit * scale - base[:, None])
     shrink = tl.exp2(top - base)
     mass = mass * shrink + tl.sum(weight, 1)
     out = tl.dot(weight.to(values.dtype), values, out * shrink[:, None], input_precision=PRECISION)
@@ -37,28 +37,6 @@ def _step(logit, values, top, mass, out, scale, shift, PRECISION: tl.constexpr):
 def _runs(entry, SIZE: tl.constexpr, ENTRIES: tl.constexpr):
     """Return the rows `[ENTRIES · SIZE]` of the groups of some entries."""
     return tl.reshape(((entry >> 8) * SIZE)[:, None] + tl.arange(0, SIZE)[None, :], [ENTRIES * SIZE])
-
-
-@triton.jit
-def _pooled(
-    x, k_table, v_table, entries, count, shift, top, mass, total, scale,
-    TILE: tl.constexpr, LOG_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Attend to the listed rows of one level, given its first rows in the tables."""
-    query, index = tl.arange(0, TILE), tl.arange(0, BLOCK)
-    entry = tl.load(entries + index, mask=index < count, other=0)
-    for begin in range(0, count, BLOCK):
-        rows = entry >> (2 * LOG_TILE + 1)
-        since = (entry >> (LOG_TILE + 1)) & (TILE - 1)
-        until = entry & (2 * TILE - 1)
-        entry = tl.load(entries + begin + BLOCK + index, mask=index < count - BLOCK - begin, other=0)
-        logit = tl.dot(x, tl.trans(_rows(k_table, rows, DIM, DIM, DIM)), input_precision=PRECISION)
-        active = (query[:, None] >= since[None, :]) & (query[:, None] < until[None, :])
-        logit = tl.where(active, logit, float("-inf"))
-        values = _rows(v_table, rows, VALUE_DIM, VALUE_DIM, DV)
-        top, mass, total = _step(logit, values, top, mass, total, scale, shift, PRECISION)
-    return top, mass, total
 
 
 @triton.jit
@@ -89,65 +67,68 @@ def attend(
     for begin in range(0, whole, BLOCK):
         key = begin + tl.arange(0, BLOCK)
         logit = tl.dot(x, tl.trans(_rows(k, key, k_row, DIM, DIM)), input_precision=PRECISION)
-        top, mass, total = _step(logit, _rows(v, key, v_row, VALUE_DIM, DV), top, mass, total, scale, 0.0, PRECISION)
+        top, mass, total = _step(logit, _rows(v, key, v_row, VALUE_DIM, DV), top, mass, total, scale, PRECISION)
     for begin in range(whole, last, BLOCK):
         key = begin + tl.arange(0, BLOCK)
         there = tl.minimum(key, last - 1)
         logit = tl.dot(x, tl.trans(_rows(k, there, k_row, DIM, DIM)), input_precision=PRECISION)
         limit = tl.minimum(end - exact + query, last) if CAUSAL else last + 0 * query
         logit = tl.where(key[None, :] < limit[:, None], logit, float("-inf"))
-        top, mass, total = _step(logit, _rows(v, there, v_row, VALUE_DIM, DV), top, mass, total, scale, 0.0, PRECISION)
+        top, mass, total = _step(logit, _rows(v, there, v_row, VALUE_DIM, DV), top, mass, total, scale, PRECISION)
 
-    # Pooled rows of the sequence.
-    table = kv_head * chunks * (CHUNK + GROUPS + NODES + 1)
+    # Pooled rows. Entries are loaded one step ahead, because the addresses of keys and values depend on them.
+    k_table += kv_head * chunks * (CHUNK + GROUPS + NODES + 1) * DIM
+    v_table += kv_head * chunks * (CHUNK + GROUPS + NODES + 1) * VALUE_DIM
     base = (offset.to(tl.int64) * lists + listed * visible) * GROUPS
-    counts += (listed * num_tiles + number) * 8
-    shift = tl.load(bias + head) if BIASED else 0.0
+    counts += (listed * num_tiles + number) * 4
+    num_pooled = tl.load(counts + 2)
     pooled_list += base
-    level = table + chunks * CHUNK + first_chunk * GROUPS
-    top, mass, total = _pooled(
-        x, k_table + level * DIM, v_table + level * VALUE_DIM, pooled_list, tl.load(counts + 2), shift + LOG_GROUP,
-        top, mass, total, scale, TILE, LOG_TILE, DIM, VALUE_DIM, DV, PRECISION, BLOCK,
-    )  # fmt: skip
-    pooled_list += visible * (GROUPS - NODES)
-    level = table + chunks * (CHUNK + GROUPS) + first_chunk * NODES
-    top, mass, total = _pooled(
-        x, k_table + level * DIM, v_table + level * VALUE_DIM, pooled_list, tl.load(counts + 3), shift + LOG_NODE,
-        top, mass, total, scale, TILE, LOG_TILE, DIM, VALUE_DIM, DV, PRECISION, BLOCK,
-    )  # fmt: skip
-    pooled_list += visible * (NODES - 1)
-    level = table + chunks * (CHUNK + GROUPS + NODES) + first_chunk
-    top, mass, total = _pooled(
-        x, k_table + level * DIM, v_table + level * VALUE_DIM, pooled_list, tl.load(counts + 4), shift + LOG_CHUNK,
-        top, mass, total, scale, TILE, LOG_TILE, DIM, VALUE_DIM, DV, PRECISION, BLOCK,
-    )  # fmt: skip
+    pooled_bias = tl.load(bias + head) if BIASED else 0.0
+    groups, nodes = visible * GROUPS, visible * (GROUPS + NODES)
+    to_group = chunks * CHUNK + first_chunk * GROUPS
+    to_node = chunks * (CHUNK + GROUPS) + first_chunk * NODES - groups
+    to_root = chunks * (CHUNK + GROUPS + NODES) + first_chunk - nodes
+    index = tl.arange(0, BLOCK)
+    entry = tl.load(pooled_list + index, mask=index < num_pooled, other=0)
+    for begin in range(0, num_pooled, BLOCK):
+        node = entry >> (2 * LOG_TILE + 1)
+        is_group, is_node = node < groups, node < nodes
+        rows = node + tl.where(is_group, to_group, tl.where(is_node, to_node, to_root))
+        log_count = tl.where(is_group, LOG_GROUP, tl.where(is_node, LOG_NODE, LOG_CHUNK)) + pooled_bias
+        since, active = (entry >> (LOG_TILE + 1)) & (TILE - 1), (entry & (2 * TILE - 1)).to(tl.uint32)
+        entry = tl.load(pooled_list + begin + BLOCK + index, mask=index < num_pooled - BLOCK - begin, other=0)
+        logit = tl.dot(x, tl.trans(_rows(k_table, rows.to(tl.int64), DIM, DIM, DIM)), input_precision=PRECISION)
+        # One comparison: the difference of earlier queries is negative, and large as an unsigned integer.
+        is_active = (query[:, None] - since[None, :]).to(tl.uint32) < active[None, :]
+        logit = tl.where(is_active, logit * scale + log_count[None, :], float("-inf"))
+        values = _rows(v_table, rows.to(tl.int64), VALUE_DIM, VALUE_DIM, DV)
+        top, mass, total = _step(logit, values, top, mass, total, 1.0, PRECISION)
 
-    # Keys of groups that are open for all queries, then of the others, which are listed from the end on. Entries are loaded
-    # one step ahead, because the addresses of keys and values depend on them.
+    # Keys of groups that are open for all queries, then of the others, which are listed from the end on.
     SIZE: tl.constexpr = CHUNK // GROUPS
-    k_table += (table + first_chunk * CHUNK) * DIM
-    v_table += (table + first_chunk * CHUNK) * VALUE_DIM
-    index = tl.arange(0, ENTRIES)
+    k_table += first_chunk.to(tl.int64) * CHUNK * DIM
+    v_table += first_chunk.to(tl.int64) * CHUNK * VALUE_DIM
+    step = tl.arange(0, ENTRIES)
     key_list += base + (before * lists + listed).to(tl.int64) * ENTRIES
     num_whole = tl.load(counts)
-    entry = tl.load(key_list + index)
+    opened = tl.load(key_list + step)
     for begin in range(0, num_whole, ENTRIES):
-        rows = _runs(entry, SIZE, ENTRIES)
-        entry = tl.load(key_list + tl.minimum(begin + ENTRIES, num_whole - ENTRIES) + index)
-        logit = tl.dot(x, tl.trans(_rows(k_table, rows, DIM, DIM, DIM)), input_precision=PRECISION)
-        values = _rows(v_table, rows, VALUE_DIM, VALUE_DIM, DV)
-        top, mass, total = _step(logit, values, top, mass, total, scale, 0.0, PRECISION)
+        keys = _runs(opened, SIZE, ENTRIES)
+        opened = tl.load(key_list + tl.minimum(begin + ENTRIES, num_whole - ENTRIES) + step)
+        logit = tl.dot(x, tl.trans(_rows(k_table, keys, DIM, DIM, DIM)), input_precision=PRECISION)
+        values = _rows(v_table, keys, VALUE_DIM, VALUE_DIM, DV)
+        top, mass, total = _step(logit, values, top, mass, total, scale, PRECISION)
     key_list += visible * GROUPS + ENTRIES - 1
     num_later = tl.load(counts + 1)
-    entry = tl.load(key_list - index, mask=num_later > 0, other=0)
+    opened = tl.load(key_list - step, mask=num_later > 0, other=0)
     for begin in range(0, num_later, ENTRIES):
-        rows = _runs(entry, SIZE, ENTRIES)
-        since = tl.reshape(tl.broadcast_to((entry & 255)[:, None], [ENTRIES, SIZE]), [ENTRIES * SIZE])
-        entry = tl.load(key_list - tl.minimum(begin + ENTRIES, (num_later - 1) // ENTRIES * ENTRIES) - index)
-        logit = tl.dot(x, tl.trans(_rows(k_table, rows, DIM, DIM, DIM)), input_precision=PRECISION)
+        keys = _runs(opened, SIZE, ENTRIES)
+        since = tl.reshape(tl.broadcast_to((opened & 255)[:, None], [ENTRIES, SIZE]), [ENTRIES * SIZE])
+        opened = tl.load(key_list - tl.minimum(begin + ENTRIES, (num_later - 1) // ENTRIES * ENTRIES) - step)
+        logit = tl.dot(x, tl.trans(_rows(k_table, keys, DIM, DIM, DIM)), input_precision=PRECISION)
         logit = tl.where(query[:, None] >= since[None, :], logit, float("-inf"))
-        values = _rows(v_table, rows, VALUE_DIM, VALUE_DIM, DV)
-        top, mass, total = _step(logit, values, top, mass, total, scale, 0.0, PRECISION)
+        values = _rows(v_table, keys, VALUE_DIM, VALUE_DIM, DV)
+        top, mass, total = _step(logit, values, top, mass, total, scale, PRECISION)
 
     total = total / tl.where(mass > 0, mass, 1.0)[:, None]
     at = (row + query).to(tl.int64)

@@ -109,9 +109,9 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     ):
         padding = len(slab.tiles) * lists * (128 // layout.shape.group)
         held = slab.chunks * groups
-        work = q.new_empty(2 * held + padding + 8 * len(slab.tiles) * lists + held // 4, dtype=torch.int32)
+        work = q.new_empty(2 * held + padding + 4 * len(slab.tiles) * lists + held // 4, dtype=torch.int32)
         key_list, pooled_list, counts, first = work.split(
-            [held + padding, held, 8 * len(slab.tiles) * lists, held // 4]
+            [held + padding, held, 4 * len(slab.tiles) * lists, held // 4]
         )
         first = first.view(torch.uint8)
         if selection is not None:

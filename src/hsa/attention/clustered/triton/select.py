@@ -181,7 +181,11 @@ def lower(
     TILE: tl.constexpr, LOG_TILE: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the lists of a tile, and the numbers of groups without and with a mask, of means of groups, nodes and chunks."""
+    """Store the lists of a tile, and the numbers of groups without and with a mask, and of pooled rows.
+
+    An entry of a pooled row has its index among all groups, then all nodes, then all chunks that the tile sees, the first query
+    for which it is active, and the number of these queries.
+    """
     listed = tl.program_id(0) // num_tiles
     number = tl.program_id(0) % num_tiles
     _, _, _, visible, _, _, offset, before = load_tile(tiles, number)
@@ -189,17 +193,15 @@ def lower(
     base = (offset.to(tl.int64) * lists + listed * visible) * GROUPS
     first += base
     key_list += base + (before * lists + listed).to(tl.int64) * ENTRIES
-    group_list = pooled_list + base
+    pooled_list += (
+        base  # never more rows than groups: of each node and chunk that opens, a member opens at the same query
+    )
     SIZE: tl.constexpr = GROUPS // NODES
-    node_list = group_list + visible * ((SIZE - 1) * NODES)  # at least one group of an open node is open from its start
-    root_list = node_list + visible * (NODES - 1)
     end = groups + ENTRIES - 1
     chunk, node, inside = tl.arange(0, BLOCK), tl.arange(0, NODES), tl.arange(0, GROUPS)
     num_whole = 0
     num_later = 0
-    num_groups = 0
-    num_nodes = 0
-    num_roots = 0
+    num_pooled = 0
     for begin in range(0, visible, BLOCK):
         group = (begin + chunk)[:, None] * GROUPS + inside[None, :]
         opened = tl.load(first + group, mask=group < groups, other=255).to(tl.int32)
@@ -209,36 +211,33 @@ def lower(
         is_whole, is_later, is_mean = opened == 0, (opened > 0) & (opened < 255), since < opened
         is_node, is_root = of_chunk[:, None] < of_node, (of_chunk > 0) & (begin + chunk < visible)
 
-        # The three kinds of groups are counted together, in the bytes, then in ten bits each, of one integer.
+        # The three kinds of entries are counted together, in the bytes, then in ten bits each, of one integer.
         flags = is_whole.to(tl.int32) | (is_later.to(tl.int32) << 8) | (is_mean.to(tl.int32) << 16)
         rank = tl.cumsum(flags, 1) - flags
-        number_of = tl.sum(flags, 1)
-        number_of = (number_of & 255) | ((number_of >> 8 & 255) << 10) | (number_of >> 16 << 20)
+        number_of, nodes = tl.sum(flags, 1), tl.sum(is_node.to(tl.int32), 1)
+        means = number_of >> 16
+        number_of = (number_of & 255) | ((number_of >> 8 & 255) << 10)
+        number_of |= (means + nodes + is_root.to(tl.int32)) << 20
         rank_of = tl.cumsum(number_of, 0) - number_of
         total = tl.sum(number_of, 0)
         at = num_whole + (rank_of & 1023)[:, None] + (rank & 255)
         tl.store(key_list + at, group << 8, mask=is_whole)
         at = num_later + (rank_of >> 10 & 1023)[:, None] + (rank >> 8 & 255)
         tl.store(key_list + end - at, (group << 8) | opened, mask=is_later)
-        at = num_groups + (rank_of >> 20)[:, None] + (rank >> 16)
-        entry = (((group << LOG_TILE) | since) << (LOG_TILE + 1)) | tl.minimum(opened, TILE)
-        tl.store(group_list + at, entry, mask=is_mean)
+        pooled = pooled_list + num_pooled + (rank_of >> 20)
+        entry = (((group << LOG_TILE) | since) << (LOG_TILE + 1)) | (tl.minimum(opened, TILE) - since)
+        tl.store(pooled[:, None] + (rank >> 16), entry, mask=is_mean)
+        index = groups + (begin + chunk)[:, None] * NODES + node[None, :]
+        entry = (((index << LOG_TILE) | of_chunk[:, None]) << (LOG_TILE + 1)) | (
+            tl.minimum(of_node, TILE) - of_chunk[:, None]
+        )
+        rank = tl.cumsum(is_node.to(tl.int32), 1) - is_node.to(tl.int32)
+        tl.store((pooled + means)[:, None] + rank, entry, mask=is_node)
+        index = groups + visible * NODES + begin + chunk
+        tl.store(pooled + means + nodes, (index << (2 * LOG_TILE + 1)) | tl.minimum(of_chunk, TILE), mask=is_root)
         num_whole += total & 1023
         num_later += total >> 10 & 1023
-        num_groups += total >> 20
-
-        # So are nodes and chunks.
-        number_of = tl.sum(is_node.to(tl.int32), 1) | (is_root.to(tl.int32) << 16)
-        rank_of = tl.cumsum(number_of, 0) - number_of
-        total = tl.sum(number_of, 0)
-        at = num_nodes + (rank_of & 65535)[:, None] + tl.cumsum(is_node.to(tl.int32), 1) - is_node.to(tl.int32)
-        index = (begin + chunk)[:, None] * NODES + node[None, :]
-        entry = (((index << LOG_TILE) | of_chunk[:, None]) << (LOG_TILE + 1)) | tl.minimum(of_node, TILE)
-        tl.store(node_list + at, entry, mask=is_node)
-        entry = ((begin + chunk) << (2 * LOG_TILE + 1)) | tl.minimum(of_chunk, TILE)
-        tl.store(root_list + num_roots + (rank_of >> 16), entry, mask=is_root)
-        num_nodes += total & 65535
-        num_roots += total >> 16
+        num_pooled += total >> 20
 
     # Move the last groups that fill no whole step, and pad with groups that are never open.
     tl.debug_barrier()
@@ -249,9 +248,7 @@ def lower(
     tl.store(key_list + end - num_later - step, moved, mask=step < left)
     num_later += left
     tl.store(key_list + end - num_later - step, 255 + 0 * step, mask=step < (ENTRIES - num_later % ENTRIES) % ENTRIES)
-    counts += tl.program_id(0) * 8
+    counts += tl.program_id(0) * 4
     tl.store(counts, num_whole - left)
     tl.store(counts + 1, num_later)
-    tl.store(counts + 2, num_groups)
-    tl.store(counts + 3, num_nodes)
-    tl.store(counts + 4, num_roots)
+    tl.store(counts + 2, num_pooled)
