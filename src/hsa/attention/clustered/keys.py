@@ -84,7 +84,7 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool, order: Te
         v=table_of(v, by_head, layout),
         spread=spreads_of(table[:, : rows.numel()].unflatten(1, (chunks * shape.groups, shape.group))),
         order=order,
-        chunks=tuple(int(n) for n in layout.chunks[1:] - layout.chunks[:-1]),
+        chunks=layout.chunk_counts,
         shape=shape,
     )
 
@@ -200,7 +200,7 @@ def clustering_operations(chunks: int, kv_heads: int, dim: int, shape: Shape) ->
 def check_keys(keys: ClusteredKeys, layout: Layout, k: Tensor, v: Tensor | None) -> None:
     """Check that clustered keys fit the lengths, the shape and the tensors of a call."""
     fix = "Make them with hsa.cluster from the same keys, lengths and branching"
-    chunks = tuple(int(n) for n in layout.chunks[1:] - layout.chunks[:-1])
+    chunks = layout.chunk_counts
     rows = layout.num_chunks * sum(layout.shape.rows)
     wanted = {"k": (k.shape[1], rows, k.shape[2])}
     if v is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -140,6 +140,11 @@ class Layout:
         """Number of complete chunks."""
         return int(self.chunks[-1])
 
+    @cached_property
+    def chunk_counts(self) -> tuple[int, ...]:
+        """Number of complete chunks of every sequence."""
+        return tuple(np.diff(self.chunks).tolist())
+
     @property
     def num_tiles(self) -> int:
         """Number of tiles."""
@@ -200,6 +205,16 @@ class Slab:
     tiles: Tensor
     bundles: Tensor
     chunks: int
+
+    @cached_property
+    def num_tiles(self) -> int:
+        """Number of tiles."""
+        return len(self.tiles)
+
+    @cached_property
+    def num_bundles(self) -> int:
+        """Number of bundles."""
+        return len(self.bundles)
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +18,7 @@ from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels import available
 from hsa.attention.kernels.available import padded
-from hsa.attention.kernels.triton.launch import INTERPRETED, Prepared
+from hsa.attention.kernels.triton.launch import INTERPRETED, Launcher, Prepared, compiled_for
 from hsa.tree.lasting import lasting
 
 SCORE_UNITS = {torch.float8_e4m3fn: 0.25}
@@ -40,7 +39,7 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
         v=tables[1].view(heads, rows, value_dim),
         spread=tables[2].view(heads, groups, dim),
         order=None if windows else k.new_empty(heads, chunks * shape.chunk, dtype=torch.int16),
-        chunks=tuple(np.diff(layout.chunks).tolist()),
+        chunks=layout.chunk_counts,
         shape=shape,
         scores=k.new_empty(heads, chunks * nodes, 2, shape.branching[1], dim, dtype=_score_dtype(k.dtype, k.device)),
     )
@@ -71,7 +70,8 @@ def _kernel(
         "DV": padded(value_dim), "WINDOWS": windows, "ITERATIONS": ITERATIONS,
         "UNIT": SCORE_UNITS.get(_score_dtype(dtype, device), 1.0), "num_warps": 8,
     }  # fmt: skip
-    return Prepared(cluster, constants | ({"maxnreg": 128} if dim <= WIDE else {}))
+    key = dtype, compiled_for(layout.num_chunks, heads, *strides)
+    return Prepared(_cluster, key, constants | ({"maxnreg": 128} if dim <= WIDE else {}))
 
 
 def _score_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -216,3 +216,6 @@ def cluster(
 @triton.constexpr_function
 def _log2(number):
     return number.bit_length() - 1
+
+
+_cluster = Launcher(cluster)

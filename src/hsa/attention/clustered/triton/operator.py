@@ -19,13 +19,19 @@ from hsa.attention.clustered.triton import select as select_kernels
 from hsa.attention.clustered.triton.cluster import SCORE_UNITS, build_keys
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels.available import padded, shared_memory
-from hsa.attention.kernels.triton.launch import Prepared
+from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for
 
 SLAB_BYTES = 2**28
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
 QUERIES = 128
 """Number of queries that a program selects for, with head dim 64 in half precision; fewer for wider heads."""
 LOG2_E = math.log2(math.e)
+
+_normalizers = Launcher(select_kernels.normalizers)
+_largest = Launcher(select_kernels.largest)
+_select = Launcher(select_kernels.select)
+_lower = Launcher(select_kernels.lower)
+_attend = Launcher(attend_kernels.attend)
 
 
 @dataclass(frozen=True)
@@ -107,12 +113,10 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     for slab in layout.slabs(
         q.device, sizes.bundle(layout), None if selection is not None else SLAB_BYTES // (9 * groups)
     ):
-        padding = len(slab.tiles) * lists * (128 // layout.shape.group)
+        padding = slab.num_tiles * lists * (128 // layout.shape.group)
         held = slab.chunks * groups
-        work = q.new_empty(2 * held + padding + 4 * len(slab.tiles) * lists + held // 4, dtype=torch.int32)
-        key_list, pooled_list, counts, first = work.split(
-            [held + padding, held, 4 * len(slab.tiles) * lists, held // 4]
-        )
+        work = q.new_empty(2 * held + padding + 4 * slab.num_tiles * lists + held // 4, dtype=torch.int32)
+        key_list, pooled_list, counts, first = work.split([held + padding, held, 4 * slab.num_tiles * lists, held // 4])
         first = first.view(torch.uint8)
         if selection is not None:
             first = selection.first
@@ -130,17 +134,17 @@ def _bounds(call: SelectCall) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _bound_kernel(sizes: Sizes, layout: Layout, slab: Slab, number: int | None, weighs: int) -> Prepared:
-    shape = layout.shape
+    shape, key = layout.shape, (sizes, compiled_for(slab.num_tiles, layout.num_chunks))
     constants: dict[str, Any] = {
         "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
         "DIM": sizes.dim, "PRECISION": sizes.precision,
     }  # fmt: skip
     if number is not None:
         constants |= {"SPREAD": weighs, "KEPT": padded(number), "num_stages": 1}
-        return Prepared(select_kernels.largest, constants)
+        return Prepared(_largest, (key, compiled_for(number)), constants)
     block, launch = sizes.step(sizes.dim * sizes.bytes, shape.tile, 64)
     constants |= {"CAUSAL": layout.causal, "LOG_NODE": math.log2(shape.node), "LOG_GROUP": math.log2(shape.group)}
-    return Prepared(select_kernels.normalizers, {**constants, "BLOCK": block, **launch})
+    return Prepared(_normalizers, key, {**constants, "BLOCK": block, **launch})
 
 
 @lru_cache(maxsize=512)
@@ -152,7 +156,8 @@ def _select_kernel(sizes: Sizes, layout: Layout, slab: Slab, scores: torch.dtype
         "TOGETHER": scores is not None, "SPREAD": weighs, "PRECISION": sizes.precision, "BLOCK": block, **launch,
         "num_warps": 4,
     }  # fmt: skip
-    return Prepared(select_kernels.select, constants)
+    strides = [layout.num_chunks * rows * sizes.dim for rows in (sum(shape.rows), shape.groups, 2 * shape.groups)]
+    return Prepared(_select, (sizes, scores, compiled_for(slab.num_bundles, *strides)), constants)
 
 
 def _select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, first: Tensor) -> None:
@@ -162,22 +167,22 @@ def _select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, fi
     number, tiles, strides = call.top_k, slab.tiles, sizes.strides
     if number != 0:
         kernel = _bound_kernel(sizes, layout, slab, number, weighs)
-        shared = (len(tiles), sizes.heads, sizes.kv_heads, chunks, *strides[:2])
+        shared = (slab.num_tiles, sizes.heads, sizes.kv_heads, chunks, *strides[:2])
         if number is not None:
             arguments: tuple[Any, ...] = (q, keys.k, keys.spread, tiles, bounds, *shared, number, call.spread)
         else:
             assert call.threshold is not None
             scales = (call.scale * LOG2_E, math.log2(call.threshold))
             arguments = (q, k, keys.k, tiles, bounds, *shared, *strides[2:4], *scales)
-        kernel(len(tiles) * sizes.heads, arguments)
+        kernel(slab.num_tiles * sizes.heads, arguments)
     if keys.scores is None:
         means, spreads, unit = keys.k[:, chunks * layout.shape.chunk :], keys.spread, 1.0
     else:
         means = spreads = keys.scores
         unit = SCORE_UNITS.get(means.dtype, 1.0)
-    numbers = (len(slab.bundles), sizes.heads, sizes.kv_heads, sizes.lists, means.stride(0), spreads.stride(0))
+    numbers = (slab.num_bundles, sizes.heads, sizes.kv_heads, sizes.lists, means.stride(0), spreads.stride(0))
     _select_kernel(sizes, layout, slab, None if keys.scores is None else means.dtype, weighs)(
-        len(slab.bundles) * sizes.lists,
+        slab.num_bundles * sizes.lists,
         (q, means, spreads, tiles, slab.bundles, bounds, first, *numbers, *strides[:2], call.spread, unit),
     )
 
@@ -210,8 +215,9 @@ def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> t
         "LOG_NODE": math.log2(shape.node), "LOG_CHUNK": math.log2(shape.chunk), "PRECISION": sizes.precision,
         "BLOCK": rows, **options,
     }  # fmt: skip
-    lower = Prepared(select_kernels.lower, common | {"BLOCK": 512 // shape.groups, "num_warps": 1})
-    return lower, Prepared(attend_kernels.attend, constants)
+    key = sizes, compiled_for(slab.num_tiles, layout.num_chunks)
+    lower = Prepared(_lower, key, common | {"BLOCK": 512 // shape.groups, "num_warps": 1})
+    return lower, Prepared(_attend, key, constants)
 
 
 def _attend_tiles(
@@ -231,8 +237,8 @@ def _attend_tiles(
     bias, tiles, lists = call.pooled_bias, slab.tiles, sizes.lists
     lower, attend_lists = _attend_kernels(sizes, call.layout, slab, bias is not None)
     first, key_list, pooled_list, counts = work
-    lower(len(tiles) * lists, (first, tiles, key_list, pooled_list, counts, len(tiles), lists))
+    lower(slab.num_tiles * lists, (first, tiles, key_list, pooled_list, counts, slab.num_tiles, lists))
     bias = lse if bias is None else (bias.to(torch.float32) * LOG2_E).expand(sizes.heads).contiguous()
     tensors = (call.q, call.k, call.v, keys.k, keys.v, key_list, pooled_list, counts, tiles, bias, out, lse)
-    numbers = (len(tiles), sizes.heads, sizes.kv_heads, lists, call.layout.num_chunks, *sizes.strides)
-    attend_lists(len(tiles) * sizes.heads, (*tensors, *numbers, call.scale * LOG2_E))
+    numbers = (slab.num_tiles, sizes.heads, sizes.kv_heads, lists, call.layout.num_chunks, *sizes.strides)
+    attend_lists(slab.num_tiles * sizes.heads, (*tensors, *numbers, call.scale * LOG2_E))

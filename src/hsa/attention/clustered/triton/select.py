@@ -183,8 +183,8 @@ def lower(
 ):  # fmt: skip
     """Store the lists of a tile, and the numbers of groups without and with a mask, and of pooled rows.
 
-    An entry of a pooled row has its index among all groups, then all nodes, then all chunks that the tile sees, the first query
-    for which it is active, and the number of these queries.
+    An entry of a pooled row has its index among all groups, then all nodes, then all chunks that the tile sees, the first
+    query for which it is active, and the number of these queries.
     """
     listed = tl.program_id(0) // num_tiles
     number = tl.program_id(0) % num_tiles

@@ -85,35 +85,35 @@ class Launcher:
         self.compiled: dict[Any, Any] = {}
         self.num_constants = 0 if INTERPRETED else sum(p.is_constexpr for p in kernel.params)
 
-    def __call__(self, key: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def __call__(self, key: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        """Launch the kernel, and return its compiled version; None in the interpreter."""
         if INTERPRETED:
             options = ("num_warps", "launch_pdl")
             kept = {name: value for name, value in constants.items() if name not in options}
             self.kernel[(programs,)](*arguments, **kept)
-            return
+            return None
         key = key, *constants.values(), torch.cuda.current_device()
         compiled = self.compiled.get(key)
         if compiled is None:
-            self.compiled[key] = self.kernel[(programs,)](*arguments, **constants)
+            compiled = self.compiled[key] = self.kernel[(programs,)](*arguments, **constants)
         else:
             compiled[(programs, 1, 1)](*arguments, *[None] * self.num_constants)
+        return compiled
 
 
 class Prepared:
-    """A kernel with its compile-time constants: `prepared(programs, arguments)`.
+    """A launch whose key and constants are known: `prepared(programs, arguments)`, which takes the least time.
 
-    All calls must have arguments of the same dtypes, and with the same properties that Triton specialises on. Operators keep
-    one per layout of their inputs, as this is the launch with the least overhead.
+    Operators keep one for each layout of their inputs. Layouts share the compiled kernels of the launcher.
     """
 
-    def __init__(self, kernel: Any, constants: dict[str, Any]):
-        self.launcher, self.constants = Launcher(kernel), constants
+    def __init__(self, launcher: Launcher, key: Any, constants: dict[str, Any]):
+        self.launcher, self.key, self.constants = launcher, key, constants
         self.compiled: Any = None
 
     def __call__(self, programs: int, arguments: tuple[Any, ...]) -> None:
         if self.compiled is None:
-            self.launcher(None, programs, arguments, self.constants)
-            self.compiled = next(iter(self.launcher.compiled.values()), None)
+            self.compiled = self.launcher(self.key, programs, arguments, self.constants)
         else:
             self.compiled[(programs, 1, 1)](*arguments, *[None] * self.launcher.num_constants)
 
