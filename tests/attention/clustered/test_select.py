@@ -153,7 +153,7 @@ def test_tiles_of_a_block_are_selected_as_one_by_one(batch):
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 4), (3, 2, 32)])
 def test_products_of_float32(heads, shape):
-    """On a CPU, products of float32 are those of a convolution. NaN and infinity stay in their row."""
+    """Products of float32 on a CPU are those of a convolution. NaN and infinity stay in their row."""
     table, rows = torch.randn(*shape, heads, 9), torch.randn(heads, 40, 9)
     rows[0, 3], rows[0, 5, 2] = torch.nan, torch.inf
     found, expected = _products(table, rows), _products(table.double(), rows.double())
