@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hsa
+from benchmarks.clustered_gpu import THRESHOLDS, keys_per_tile
 from benchmarks.measure import check, medians, write_table
 
 LENGTHS = (8192, 16384)
-THRESHOLDS = (1 / 64, 1 / 128, 1 / 256)
 CHECKED = 600
 """Number of tokens on which results are checked: the reference is slow."""
 
@@ -44,11 +44,10 @@ def verify(inputs: Sequence[Tensor]) -> None:
     check("clustered attention", out, wanted, 1e-4)
 
 
-def keys_per_tile(inputs: Sequence[Tensor], threshold: float) -> int:
+def listed_keys(inputs: Sequence[Tensor], threshold: float) -> int:
     q, k, v = inputs
     keys = hsa.cluster(k, v, [len(k)])
-    selection = hsa.select_groups(q, k, keys, [len(k)], causal=True, threshold=threshold)
-    return round(float((selection.first != 255).sum()) * 8 / (selection.layout.num_tiles * q.shape[1]))
+    return keys_per_tile(hsa.select_groups(q, k, keys, [len(k)], causal=True, threshold=threshold))
 
 
 @torch.inference_mode()
@@ -67,7 +66,7 @@ def main(files: Sequence[Path], lengths: Sequence[int]) -> None:
             times = medians({"exact": exact, **steps}, repeats=5, seconds=30)
             for threshold in THRESHOLDS:
                 ours = times[f"1/{round(1 / threshold)}"]
-                opened = keys_per_tile(inputs, threshold)
+                opened = listed_keys(inputs, threshold)
                 shape = f"{inputs[0].shape[1]}/{inputs[1].shape[1]} × {inputs[0].shape[2]}"
                 row = [f"layer {layer}, {shape}", f"{tokens:,}", f"1/{round(1 / threshold)}", times["exact"], ours]
                 rows.append([*row, times["exact"] / ours, opened])

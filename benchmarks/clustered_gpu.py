@@ -24,6 +24,7 @@ from torch.nn.attention import sdpa_kernel
 import hsa
 from benchmarks.gpu_attention import BACKENDS, milliseconds
 from benchmarks.measure import check, write_table
+from hsa.attention.clustered.selection import NEVER
 
 LENGTHS = (8192, 32768, 131072)
 THRESHOLDS = (1 / 64, 1 / 128, 1 / 256)
@@ -118,8 +119,13 @@ def time_setting(inputs: Inputs, causal: bool, **setting: Any) -> tuple[list[flo
     selection = select()
     attend = partial(hsa.clustered_attention, q, k, v, causal=causal)
     steps = (partial(attend, **setting), cluster, select, partial(attend, keys=keys, selection=selection))
-    opened = float((selection.first != 255).sum()) * 8 / (selection.layout.num_tiles * q.shape[1])
-    return [milliseconds(step, seconds=0.15) for step in steps], round(opened)
+    return [milliseconds(step, seconds=0.15) for step in steps], keys_per_tile(selection)
+
+
+def keys_per_tile(selection: hsa.TileSelection) -> int:
+    """Return the mean number of keys of open groups per tile and list."""
+    opened = int((selection.first != NEVER).sum()) * selection.layout.shape.group
+    return round(opened / (selection.layout.num_tiles * selection.lists))
 
 
 def main(name: str, files: Sequence[Path], heads: int | None, lengths: Sequence[int], layers: int) -> None:

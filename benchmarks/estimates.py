@@ -92,19 +92,21 @@ class Head:
         far = self.exact.masked_fill(~self.visible, -math.inf) if exact else nodes
         return torch.logaddexp(self.own.logsumexp(1), far.logsumexp(1))
 
+    @cached_property
+    def directions(self) -> Tensor:
+        """Principal directions of each group times the standard deviations along them, `[groups, directions, dim]`."""
+        centred = self.groups - self.groups.mean(1, keepdim=True)
+        _, deviations, directions = torch.linalg.svd(centred, full_matrices=False)
+        return directions * deviations[..., None] / math.sqrt(self.size)
+
     def spreads(self, number: int = 1) -> Tensor:
-        """Return standard deviations times |q · principal directions|, `[directions, queries, groups]`."""
-        _, deviations, directions = torch.linalg.svd(
-            self.groups - self.groups.mean(1, keepdim=True), full_matrices=False
-        )
-        scaled = directions * deviations[..., None] / math.sqrt(self.size)
-        return torch.stack([(self.q @ scaled[:, i].T).abs() for i in range(number)])
+        """Return |q · directions| for the first directions, `[directions, queries, groups]`."""
+        return torch.stack([(self.q @ self.directions[:, i].T).abs() for i in range(number)])
 
     def centres(self) -> tuple[Tensor, Tensor]:
         """Return two centres of each group `[groups, 2, dim]`, and which keys belong to the first: 2-means of the keys."""
         centred = self.groups - self.groups.mean(1, keepdim=True)
-        direction = torch.linalg.svd(centred, full_matrices=False)[2][:, :1]
-        first = (centred * direction).sum(-1) > 0
+        first = (centred * self.directions[:, :1]).sum(-1) > 0
         for _ in range(4):
             weights = torch.stack([first, ~first], 1).float()
             means = weights @ self.groups / weights.sum(2, keepdim=True).clamp(min=1)
@@ -120,16 +122,12 @@ def _eight_bits(head: Head) -> Tensor:
     def rounded(x: Tensor) -> Tensor:
         return x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
 
-    centred = head.groups - head.groups.mean(1, keepdim=True)
-    _, deviations, directions = torch.linalg.svd(centred, full_matrices=False)
-    spread = directions[:, 0] * deviations[:, :1] / math.sqrt(head.size)
     q, mean = rounded(head.q * 8) / 8, 4 * rounded(head.groups.mean(1) / 4)
-    return q @ mean.T + math.log(head.size) + (q @ (4 * rounded(spread / 4)).T).abs()
+    return q @ mean.T + math.log(head.size) + (q @ (4 * rounded(head.directions[:, 0] / 4)).T).abs()
 
 
 def _halves(head: Head) -> Tensor:
-    direction = torch.linalg.svd(head.groups - head.groups.mean(1, keepdim=True), full_matrices=False)[2][:, :1]
-    order = (head.groups * direction).sum(-1).argsort(1)[..., None].expand_as(head.groups)
+    order = (head.groups * head.directions[:, :1]).sum(-1).argsort(1)[..., None].expand_as(head.groups)
     means = head.groups.gather(1, order).unflatten(1, (2, -1)).mean(2)
     return (head.q @ means.flatten(0, 1).T).unflatten(1, (-1, 2)).amax(2) + math.log(head.size / 2)
 

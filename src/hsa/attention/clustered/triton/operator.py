@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ SLAB_BYTES = 2**28
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
 QUERIES = 128
 """Number of queries that a program selects for, with head dim 64 in half precision; fewer for wider heads."""
+ROWS = 64
+"""Maximum number of rows that a step of `attend` reads."""
 LOG2_E = math.log2(math.e)
 
 _normalizers = Launcher(select_kernels.normalizers)
@@ -47,6 +49,11 @@ class Sizes:
     value_dim: int
     strides: tuple[int, ...]  # of q, k and v, without those of the last dimension
     is_aligned: tuple[bool, ...]  # whether tensors that a caller may have made start at multiples of 16 bytes
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Properties that Triton specialises kernels on."""
+        return self.dtype, compiled_for(self.heads, self.kv_heads, self.lists, *self.strides), self.is_aligned
 
     @property
     def bytes(self) -> int:
@@ -113,7 +120,7 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     for slab in layout.slabs(
         q.device, sizes.bundle(layout), None if selection is not None else SLAB_BYTES // (9 * groups)
     ):
-        padding = slab.num_tiles * lists * (128 // layout.shape.group)
+        padding = slab.num_tiles * lists * (ROWS // layout.shape.group)
         held = slab.chunks * groups
         work = q.new_empty(2 * held + padding + 4 * slab.num_tiles * lists + held // 4, dtype=torch.int32)
         key_list, pooled_list, counts, first = work.split([held + padding, held, 4 * slab.num_tiles * lists, held // 4])
@@ -134,7 +141,7 @@ def _bounds(call: SelectCall) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _bound_kernel(sizes: Sizes, layout: Layout, slab: Slab, number: int | None, weighs: int) -> Prepared:
-    shape, key = layout.shape, (sizes, compiled_for(slab.num_tiles, layout.num_chunks))
+    shape, key = layout.shape, (sizes.key, compiled_for(slab.num_tiles, layout.num_chunks))
     constants: dict[str, Any] = {
         "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
         "DIM": sizes.dim, "PRECISION": sizes.precision,
@@ -157,7 +164,7 @@ def _select_kernel(sizes: Sizes, layout: Layout, slab: Slab, scores: torch.dtype
         "num_warps": 4,
     }  # fmt: skip
     strides = [layout.num_chunks * rows * sizes.dim for rows in (sum(shape.rows), shape.groups, 2 * shape.groups)]
-    return Prepared(_select, (sizes, scores, compiled_for(slab.num_bundles, *strides)), constants)
+    return Prepared(_select, (sizes.key, scores, compiled_for(slab.num_bundles, *strides)), constants)
 
 
 def _select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, first: Tensor) -> None:
@@ -202,7 +209,7 @@ def _open_again(call: SelectCall, first: Tensor) -> None:
 @lru_cache(maxsize=512)
 def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> tuple[Prepared, Prepared]:
     shape = layout.shape
-    rows, options = sizes.step((sizes.dim + padded(sizes.value_dim)) * sizes.bytes, shape.tile, 64)
+    rows, options = sizes.step((sizes.dim + padded(sizes.value_dim)) * sizes.bytes, shape.tile, ROWS)
     if sizes.dim + padded(sizes.value_dim) <= 128 and sizes.bytes == 2:
         options["maxnreg"] = 128  # more programs at once hide the latencies of each other
     common = {
@@ -215,7 +222,7 @@ def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> t
         "LOG_NODE": math.log2(shape.node), "LOG_CHUNK": math.log2(shape.chunk), "PRECISION": sizes.precision,
         "BLOCK": rows, **options,
     }  # fmt: skip
-    key = sizes, compiled_for(slab.num_tiles, layout.num_chunks)
+    key = sizes.key, compiled_for(slab.num_tiles, layout.num_chunks)
     lower = Prepared(_lower, key, common | {"BLOCK": 512 // shape.groups, "num_warps": 1})
     return lower, Prepared(_attend, key, constants)
 

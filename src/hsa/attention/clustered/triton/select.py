@@ -19,6 +19,7 @@ import triton.language as tl
 from hsa.attention.clustered.triton.tiles import load_queries, load_tile
 
 LARGE: tl.constexpr = tl.constexpr(1e20)
+"""Factor that makes any margin of an estimate larger than 1, so that clamping it to [0, 1] gives 0 or 1."""
 
 
 @triton.jit
@@ -193,9 +194,7 @@ def lower(
     base = (offset.to(tl.int64) * lists + listed * visible) * GROUPS
     first += base
     key_list += base + (before * lists + listed).to(tl.int64) * ENTRIES
-    pooled_list += (
-        base  # never more rows than groups: of each node and chunk that opens, a member opens at the same query
-    )
+    pooled_list += base  # never more rows than groups: of each node and chunk, a member opens at the same query
     SIZE: tl.constexpr = GROUPS // NODES
     end = groups + ENTRIES - 1
     chunk, node, inside = tl.arange(0, BLOCK), tl.arange(0, NODES), tl.arange(0, GROUPS)
