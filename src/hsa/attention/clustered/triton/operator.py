@@ -118,18 +118,17 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     sizes = _sizes(q, call.k, call.v, lists, *given)
     groups = layout.shape.groups * lists  # per chunk
     for slab in layout.slabs(
-        q.device, sizes.bundle(layout), None if selection is not None else SLAB_BYTES // (9 * groups)
+        q.device, sizes.bundle(layout), None if selection is not None else SLAB_BYTES // (13 * groups)
     ):
-        padding = slab.num_tiles * lists * (ROWS // layout.shape.group)
-        held = slab.chunks * groups
-        work = q.new_empty(2 * held + padding + 4 * slab.num_tiles * lists + held // 4, dtype=torch.int32)
-        key_list, pooled_list, counts, first = work.split([held + padding, held, 4 * slab.num_tiles * lists, held // 4])
+        held, padding = slab.chunks * groups, slab.num_tiles * lists * ROWS
+        parts = [held // 4, held + padding // layout.shape.group, held + padding, held + padding, 2 * padding // ROWS]
+        first, *listed = q.new_empty(sum(parts), dtype=torch.int32).split(parts)
         first = first.view(torch.uint8)
         if selection is not None:
             first = selection.first
         elif slab.chunks:
             _select_tiles(selecting, sizes, slab, lse, first)
-        _attend_tiles(call, keys, sizes, slab, (first, key_list, pooled_list, counts), out, lse)
+        _attend_tiles(call, keys, sizes, slab, first, listed, out, lse)
     return out, lse
 
 
@@ -213,17 +212,16 @@ def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> t
     if sizes.dim + padded(sizes.value_dim) <= 128 and sizes.bytes == 2:
         options["maxnreg"] = 128  # more programs at once hide the latencies of each other
     common = {
-        "TILE": shape.tile, "LOG_TILE": shape.tile.bit_length() - 1, "GROUPS": shape.groups,
-        "NODES": shape.branching[2], "ENTRIES": rows // shape.group,
+        "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
+        "ENTRIES": rows // shape.group,
     }  # fmt: skip
+    counts = {"LOG_GROUP": math.log2(shape.group), "LOG_NODE": math.log2(shape.node), "LOG_CHUNK": math.log2(shape.chunk)}
     constants = common | {
-        "CHUNK": shape.chunk, "DIM": sizes.dim, "VALUE_DIM": sizes.value_dim, "DV": padded(sizes.value_dim),
-        "CAUSAL": layout.causal, "BIASED": biased, "LOG_GROUP": math.log2(shape.group),
-        "LOG_NODE": math.log2(shape.node), "LOG_CHUNK": math.log2(shape.chunk), "PRECISION": sizes.precision,
-        "BLOCK": rows, **options,
+        "DIM": sizes.dim, "VALUE_DIM": sizes.value_dim, "DV": padded(sizes.value_dim),
+        "CAUSAL": layout.causal, "BIASED": biased, "PRECISION": sizes.precision, "BLOCK": rows, **options,
     }  # fmt: skip
     key = sizes.key, compiled_for(slab.num_tiles, layout.num_chunks)
-    lower = Prepared(_lower, key, common | {"BLOCK": 512 // shape.groups, "num_warps": 1})
+    lower = Prepared(_lower, key, common | counts | {"ROWS": rows, "BLOCK": 512 // shape.groups, "num_warps": 1})
     return lower, Prepared(_attend, key, constants)
 
 
@@ -232,20 +230,22 @@ def _attend_tiles(
     keys: ClusteredKeys,
     sizes: Sizes,
     slab: Slab,
-    work: tuple[Tensor, ...],
+    first: Tensor,
+    listed: list[Tensor],
     out: Tensor,
     lse: Tensor,
 ) -> None:
     """Lower a selection to lists, and attend from some tiles.
 
     Args:
-        work: First query for which each group is open, and memory for the lists of keys and pooled rows and their lengths.
+        first: First query for which each group is open.
+        listed: Memory for the lists of keys, of pooled rows and of their kinds, and for the lengths.
     """
     bias, tiles, lists = call.pooled_bias, slab.tiles, sizes.lists
     lower, attend_lists = _attend_kernels(sizes, call.layout, slab, bias is not None)
-    first, key_list, pooled_list, counts = work
-    lower(slab.num_tiles * lists, (first, tiles, key_list, pooled_list, counts, slab.num_tiles, lists))
+    chunks = call.layout.num_chunks
+    lower(slab.num_tiles * lists, (first, tiles, *listed, slab.num_tiles, lists, chunks))
     bias = lse if bias is None else (bias.to(torch.float32) * LOG2_E).expand(sizes.heads).contiguous()
-    tensors = (call.q, call.k, call.v, keys.k, keys.v, key_list, pooled_list, counts, tiles, bias, out, lse)
-    numbers = (slab.num_tiles, sizes.heads, sizes.kv_heads, lists, call.layout.num_chunks, *sizes.strides)
+    tensors = (call.q, call.k, call.v, keys.k, keys.v, *listed, tiles, bias, out, lse)
+    numbers = (slab.num_tiles, sizes.heads, sizes.kv_heads, lists, chunks, *sizes.strides)
     attend_lists(slab.num_tiles * sizes.heads, (*tensors, *numbers, call.scale * LOG2_E))

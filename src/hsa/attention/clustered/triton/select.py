@@ -17,9 +17,19 @@ import triton
 import triton.language as tl
 
 from hsa.attention.clustered.triton.tiles import load_queries, load_tile
+from hsa.attention.kernels.triton import launch
 
+INTERPRETED: tl.constexpr = tl.constexpr(launch.INTERPRETED)
 LARGE: tl.constexpr = tl.constexpr(1e20)
 """Factor that makes any margin of an estimate larger than 1, so that clamping it to [0, 1] gives 0 or 1."""
+
+
+@triton.jit
+def _abs(x):
+    """Return |x|, as a part of the instruction that uses it; `tl.abs` takes one of its own."""
+    if INTERPRETED:
+        return tl.abs(x)
+    return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit
@@ -93,9 +103,9 @@ def _estimates(
         if SPREAD != 0:
             deviation = tl.dot(tl.load(spreads + offsets), tl.trans(x), input_precision=PRECISION)
     if SPREAD == 1:  # no product for the default weight
-        estimate += tl.abs(deviation)
+        estimate += _abs(deviation)
     elif SPREAD == 2:
-        estimate += tl.abs(deviation) * weight
+        estimate += _abs(deviation) * weight
     return estimate
 
 
@@ -149,7 +159,9 @@ def select(
     spreads += kv_head * spread_head + first_chunk.to(tl.int64) * GROUPS * DIM
     first += (offset.to(tl.int64) * lists + listed * visible) * GROUPS
     slot = tl.arange(0, TILES * TILE)
-    within = slot % TILE
+    # Queries are in an order in which each thread has 16 consecutive ones, if a tile has 64.
+    SEGMENTS: tl.constexpr = TILE // 16
+    within = slot // 2 % SEGMENTS * 16 + slot % TILE // (2 * SEGMENTS) * 2 + slot % 2
     at = tiles + (number + tl.minimum(slot // TILE, members - 1)) * 8
     there = (within < tl.load(at + 1)) & (slot // TILE < members)
     rows = (tl.load(at) + within).to(tl.int64)
@@ -160,13 +172,18 @@ def select(
         x = tl.load(of_head + rows[:, None] * q_row + column[None, :], mask=there[:, None], other=0.0)
         x = x.to(means.dtype.element_ty)
         bound = tl.load(bounds + rows * heads + head, mask=there, other=float("inf")) * unit
-        # Whether a query wants a group is computed as 0 or 1 with products and sums, for which GPUs have most units.
+        # Whether a query wants a group is computed as 0 or 1 with products and sums, for which GPUs have most units, and 16
+        # queries are collected as the bits of a number.
         least = bound * -LARGE
-        since = (within if CAUSAL else 0 * within).to(tl.float32) - 255.0
+        bit = (1 << (within % 16)).to(tl.float32)
         for begin in range(0, groups, BLOCK):
             estimate = _estimates(x, means, spreads, begin, groups, weight, DIM, SPREAD, PRECISION, BLOCK, TOGETHER)
             wants = tl.minimum(tl.maximum(estimate * LARGE + least[None, :], 0.0), 1.0)
-            opened = tl.min(tl.reshape(wants * since[None, :] + 255.0, [BLOCK, TILES, TILE]), 2).to(tl.int32)
+            bits = tl.reshape(wants * bit[None, :], [BLOCK, TILES, 8, SEGMENTS, 2])
+            bits = tl.sum(tl.reshape(tl.permute(bits, [0, 1, 3, 2, 4]), [BLOCK, TILES, SEGMENTS, 16]), 3).to(tl.int32)
+            lowest = ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent
+            since = tl.arange(0, SEGMENTS)[None, None, :] * 16 + lowest if CAUSAL else 0 * lowest
+            opened = tl.min(tl.where(bits > 0, since, 255), 2)
             group = begin + tl.arange(0, BLOCK)
             opened = tl.where(group[:, None] == 0, 0, opened)
             to = first + tile[None, :] * (lists * groups) + group[:, None]
@@ -177,29 +194,35 @@ def select(
 
 
 @triton.jit
-def lower(
-    first, tiles, key_list, pooled_list, counts, num_tiles, lists,
-    TILE: tl.constexpr, LOG_TILE: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, ENTRIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Store the lists of a tile, and the numbers of groups without and with a mask, and of pooled rows.
+def _kind(since, end, LOG_COUNT: tl.constexpr):
+    """Return the logarithm of a count, in the upper 10 bits of its float, and an interval of queries, as one integer."""
+    log_count = tl.full([1], LOG_COUNT, tl.float32).to(tl.int32, bitcast=True)
+    return tl.sum(log_count, 0) | (since << 8) | (end - since)
 
-    An entry of a pooled row has its index among all groups, then all nodes, then all chunks that the tile sees, the first
-    query for which it is active, and the number of these queries.
-    """
+
+@triton.jit
+def lower(
+    first, tiles, key_list, pooled_rows, pooled_kinds, counts, num_tiles, lists, chunks,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, ENTRIES: tl.constexpr,
+    ROWS: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the lists of a tile, and their lengths: open groups, and pooled rows with their kinds."""
     listed = tl.program_id(0) // num_tiles
     number = tl.program_id(0) % num_tiles
-    _, _, _, visible, _, _, offset, before = load_tile(tiles, number)
+    _, _, first_chunk, visible, _, _, offset, before = load_tile(tiles, number)
     groups = visible * GROUPS
     base = (offset.to(tl.int64) * lists + listed * visible) * GROUPS
     first += base
-    key_list += base + (before * lists + listed).to(tl.int64) * ENTRIES
-    pooled_list += base  # never more rows than groups: of each node and chunk, a member opens at the same query
+    padding = (before * lists + listed).to(tl.int64)
+    key_list += base + padding * ENTRIES
+    pooled_rows += base + padding * ROWS  # never more than groups: of each node and chunk, a member opens at the same query
+    pooled_kinds += base + padding * ROWS
+    to_group = chunks * CHUNK + first_chunk * GROUPS
+    to_node = chunks * (CHUNK + GROUPS) + first_chunk * NODES
+    to_root = chunks * (CHUNK + GROUPS + NODES) + first_chunk
     SIZE: tl.constexpr = GROUPS // NODES
-    end = groups + ENTRIES - 1
     chunk, node, inside = tl.arange(0, BLOCK), tl.arange(0, NODES), tl.arange(0, GROUPS)
-    num_whole = 0
-    num_later = 0
+    num_open = 0
     num_pooled = 0
     for begin in range(0, visible, BLOCK):
         group = (begin + chunk)[:, None] * GROUPS + inside[None, :]
@@ -207,47 +230,37 @@ def lower(
         of_node = tl.min(tl.reshape(opened, [BLOCK, NODES, SIZE]), 2)  # [chunks, nodes]
         of_chunk = tl.min(of_node, 1)
         since = tl.reshape(tl.broadcast_to(of_node[:, :, None], [BLOCK, NODES, SIZE]), [BLOCK, GROUPS])
-        is_whole, is_later, is_mean = opened == 0, (opened > 0) & (opened < 255), since < opened
+        is_open, is_mean = opened < 255, since < opened
         is_node, is_root = of_chunk[:, None] < of_node, (of_chunk > 0) & (begin + chunk < visible)
 
-        # The three kinds of entries are counted together, in the bytes, then in ten bits each, of one integer.
-        flags = is_whole.to(tl.int32) | (is_later.to(tl.int32) << 8) | (is_mean.to(tl.int32) << 16)
+        # Both kinds of entries are counted together, in the halves of one integer.
+        flags = is_open.to(tl.int32) | (is_mean.to(tl.int32) << 16)
         rank = tl.cumsum(flags, 1) - flags
         number_of, nodes = tl.sum(flags, 1), tl.sum(is_node.to(tl.int32), 1)
         means = number_of >> 16
-        number_of = (number_of & 255) | ((number_of >> 8 & 255) << 10)
-        number_of |= (means + nodes + is_root.to(tl.int32)) << 20
+        number_of += (nodes + is_root.to(tl.int32)) << 16
         rank_of = tl.cumsum(number_of, 0) - number_of
         total = tl.sum(number_of, 0)
-        at = num_whole + (rank_of & 1023)[:, None] + (rank & 255)
-        tl.store(key_list + at, group << 8, mask=is_whole)
-        at = num_later + (rank_of >> 10 & 1023)[:, None] + (rank >> 8 & 255)
-        tl.store(key_list + end - at, (group << 8) | opened, mask=is_later)
-        pooled = pooled_list + num_pooled + (rank_of >> 20)
-        entry = (((group << LOG_TILE) | since) << (LOG_TILE + 1)) | (tl.minimum(opened, TILE) - since)
-        tl.store(pooled[:, None] + (rank >> 16), entry, mask=is_mean)
-        index = groups + (begin + chunk)[:, None] * NODES + node[None, :]
-        entry = (((index << LOG_TILE) | of_chunk[:, None]) << (LOG_TILE + 1)) | (
-            tl.minimum(of_node, TILE) - of_chunk[:, None]
-        )
-        rank = tl.cumsum(is_node.to(tl.int32), 1) - is_node.to(tl.int32)
-        tl.store((pooled + means)[:, None] + rank, entry, mask=is_node)
-        index = groups + visible * NODES + begin + chunk
-        tl.store(pooled + means + nodes, (index << (2 * LOG_TILE + 1)) | tl.minimum(of_chunk, TILE), mask=is_root)
-        num_whole += total & 1023
-        num_later += total >> 10 & 1023
-        num_pooled += total >> 20
+        at = num_open + (rank_of & 65535)[:, None] + (rank & 65535)
+        tl.store(key_list + at, (group << 8) | opened, mask=is_open)
+        at = num_pooled + (rank_of >> 16)
+        to_mean = at[:, None] + (rank >> 16)
+        tl.store(pooled_rows + to_mean, to_group + group, mask=is_mean)
+        tl.store(pooled_kinds + to_mean, _kind(since, tl.minimum(opened, TILE), LOG_GROUP), mask=is_mean)
+        rank = (at + means)[:, None] + tl.cumsum(is_node.to(tl.int32), 1) - is_node.to(tl.int32)
+        tl.store(pooled_rows + rank, to_node + (begin + chunk)[:, None] * NODES + node[None, :], mask=is_node)
+        tl.store(pooled_kinds + rank, _kind(of_chunk[:, None], tl.minimum(of_node, TILE), LOG_NODE), mask=is_node)
+        tl.store(pooled_rows + at + means + nodes, to_root + begin + chunk, mask=is_root)
+        tl.store(pooled_kinds + at + means + nodes, _kind(0, tl.minimum(of_chunk, TILE), LOG_CHUNK), mask=is_root)
+        num_open += total & 65535
+        num_pooled += total >> 16
 
-    # Move the last groups that fill no whole step, and pad with groups that are never open.
-    tl.debug_barrier()
-    left = num_whole % ENTRIES
-    step = tl.arange(0, ENTRIES)
-    moved = tl.load(key_list + num_whole - left + step, mask=step < left, other=255)
-    tl.debug_barrier()
-    tl.store(key_list + end - num_later - step, moved, mask=step < left)
-    num_later += left
-    tl.store(key_list + end - num_later - step, 255 + 0 * step, mask=step < (ENTRIES - num_later % ENTRIES) % ENTRIES)
-    counts += tl.program_id(0) * 4
-    tl.store(counts, num_whole - left)
-    tl.store(counts + 1, num_later)
-    tl.store(counts + 2, num_pooled)
+    # Fill the last steps of `attend` with groups that are never open, and with rows that are never active.
+    step = tl.arange(0, ROWS)
+    tl.store(key_list + num_open + step, 255 + 0 * step, mask=step < (ENTRIES - num_open % ENTRIES) % ENTRIES)
+    is_padding = step < (ROWS - num_pooled % ROWS) % ROWS
+    tl.store(pooled_rows + num_pooled + step, to_group + 0 * step, mask=is_padding)
+    tl.store(pooled_kinds + num_pooled + step, 0 * step, mask=is_padding)
+    counts += tl.program_id(0) * 2
+    tl.store(counts, num_open)
+    tl.store(counts + 1, num_pooled)
