@@ -206,7 +206,7 @@ def _open_again(call: SelectCall, first: Tensor) -> None:
 
 
 @lru_cache(maxsize=512)
-def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> tuple[Prepared, Prepared]:
+def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> tuple[Prepared, ...]:
     shape = layout.shape
     rows, options = sizes.step((sizes.dim + padded(sizes.value_dim)) * sizes.bytes, shape.tile, ROWS)
     if sizes.dim + padded(sizes.value_dim) <= 128 and sizes.bytes == 2:
@@ -222,7 +222,9 @@ def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> t
     }  # fmt: skip
     key = sizes.key, compiled_for(slab.num_tiles, layout.num_chunks)
     lower = Prepared(_lower, key, common | counts | {"ROWS": rows, "BLOCK": 512 // shape.groups, "num_warps": 1})
-    return lower, Prepared(_attend, key, constants)
+    # With a fixed reference, then again without it where that fails. In float16, weights above 65,504 would overflow.
+    passes = ((False, False),) if sizes.dtype == torch.float16 else ((True, False), (False, True))
+    return lower, *(Prepared(_attend, key, {**constants, "FIXED": fixed, "AGAIN": again}) for fixed, again in passes)
 
 
 def _attend_tiles(
@@ -242,10 +244,11 @@ def _attend_tiles(
         listed: Memory for the lists of keys, of pooled rows and of their kinds, and for the lengths.
     """
     bias, tiles, lists = call.pooled_bias, slab.tiles, sizes.lists
-    lower, attend_lists = _attend_kernels(sizes, call.layout, slab, bias is not None)
+    lower, *passes = _attend_kernels(sizes, call.layout, slab, bias is not None)
     chunks = call.layout.num_chunks
     lower(slab.num_tiles * lists, (first, tiles, *listed, slab.num_tiles, lists, chunks))
     bias = lse if bias is None else (bias.to(torch.float32) * LOG2_E).expand(sizes.heads).contiguous()
     tensors = (call.q, call.k, call.v, keys.k, keys.v, *listed, tiles, bias, out, lse)
     numbers = (slab.num_tiles, sizes.heads, sizes.kv_heads, lists, chunks, *sizes.strides)
-    attend_lists(slab.num_tiles * sizes.heads, (*tensors, *numbers, call.scale * LOG2_E))
+    for attend_lists in passes:
+        attend_lists(slab.num_tiles * sizes.heads, (*tensors, *numbers, call.scale * LOG2_E))
