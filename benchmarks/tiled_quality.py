@@ -138,8 +138,8 @@ def packed(x: Tensor) -> Tensor:
 class Decoder:
     """A causal language model whose layers all call one `Attention`."""
 
-    def __init__(self, folder: Path, gguf: str | None, device: str):
-        from transformers import AttentionInterface, AutoModelForCausalLM
+    def __init__(self, folder: Path, gguf: str | None, device: str, yarn: float | None = None):
+        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -147,7 +147,17 @@ class Decoder:
         AttentionInterface.register(NAME, self.attention)
         self.folder, self.device, self.files = folder, device, {"gguf_file": gguf} if gguf else {}
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=NAME, **self.files)
+        config: Any = AutoConfig.from_pretrained(folder, **self.files)
+        if yarn is not None:
+            known = {
+                "rope_type": "yarn",
+                "factor": yarn,
+                "original_max_position_embeddings": config.max_position_embeddings,
+            }
+            config.rope_parameters = {**config.rope_parameters, **known}
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=NAME, **self.files
+        )
         self.model = model.eval().to(device)
         self.layers = int(model.config.num_hidden_layers)
         self.head = self.model.get_output_embeddings().weight.detach().float()
@@ -396,7 +406,7 @@ def measure(
 def main(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     began = time.monotonic()
-    decoder = Decoder(options.model, options.gguf, device)
+    decoder = Decoder(options.model, options.gguf, device, options.yarn)
     texts = read_texts(options.texts, options.length, options.count, decoder)
     print(f"{decoder.layers} layers, {len(texts)} texts, {time.monotonic() - began:.0f} s to load", flush=True)
     start = 0 if options.last is None else options.length - options.last
@@ -451,6 +461,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of the model")
     parser.add_argument("--gguf", help="name of a GGUF file in this folder")
+    parser.add_argument("--yarn", type=float, help="factor by which YaRN scales positions, for long texts")
     parser.add_argument("--texts", type=Path, required=True, help="folder with *.txt, or file with tokens")
     parser.add_argument("--count", type=int, help="number of texts of every kind; all by default")
     parser.add_argument("--length", type=int, default=8192, help="number of tokens per text")

@@ -110,19 +110,31 @@ def test_refusals(options, reason):
     assert hsa.clustered_attention(q, k, v, **options).isfinite().all()  # another backend runs it
 
 
-def test_refuses_long_sequences_with_wide_tiles():
-    """An entry of a list has 31 bits for a pooled row and an interval of the queries of its tile."""
-    layout = layout_of([2**20], [1], shape=Shape.of(tile=128, causal=False), causal=False)
-    q, k = torch.zeros(1, 1, 16, device=DEVICE), torch.zeros(1, 1, 16, device=DEVICE)
+def test_refuses_long_sequences():
+    layout = layout_of([2**27], [1], shape=Shape.of(causal=False), causal=False)
+    q, k = torch.zeros(1, 1, 8, device=DEVICE), torch.zeros(1, 1, 8, device=DEVICE)
     call = SelectCall(
         q=q, k=k, keys=None, layout=layout, threshold=0.1, top_k=None, spread=1.0, lists=1, opened=None, scale=1.0,
         backend="triton",
     )  # fmt: skip
-    assert why_not_triton_select(call) == [
-        "a sequence has 151,552 pooled rows, more than 65,536 with tiles of 128 queries"
-    ]
-    layout = layout_of([2**20], [1], shape=Shape.of(tile=64, causal=False), causal=False)
-    assert why_not_triton_select(replace(call, layout=layout)) == []
+    assert "a sequence has 16,777,216 groups, more than 8,388,608" in why_not_triton_select(call)
+    layout = layout_of([2**26], [1], shape=Shape.of(causal=False), causal=False)
+    assert not any("groups" in reason for reason in why_not_triton_select(replace(call, layout=layout)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_far_above_their_pooled_rows(causal):
+    """Weights relative to the largest pooled logit overflow, so that tiles are computed again."""
+    q, k, v = inputs([768], None, (2, 1, 16, 16))
+    k[37] = 40 * q[600, 0]
+    options = {"causal": causal, "threshold": 0.05}
+    wanted, sums = hsa.clustered_attention(q.double(), k.double(), v.double(), return_lse=True, **options)
+    assert (
+        sums.max() - sums.median() > 200
+    )  # exp(89) overflows in float32, and a group's mean has an eighth of the logit
+    out, lse = hsa.clustered_attention(q, k, v, backend="triton", return_lse=True, **options)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(lse.double(), sums, atol=1e-3, rtol=1e-5)
 
 
 def test_refuses_gradients():

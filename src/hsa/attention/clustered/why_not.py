@@ -10,6 +10,8 @@ from hsa.attention.kernels import available
 
 MOST_NUMBERS = 2**31
 """Limit of the numbers of the keys or values of a sequence, per head: kernels count them in 32 bits."""
+MOST_GROUPS = 2**23
+"""Maximum number of groups of a sequence: an entry of a list has 31 bits for a group and a query."""
 MOST_KEPT = 128
 """Maximum of `top_k`: a program keeps that many estimates per query."""
 
@@ -37,9 +39,8 @@ def _why_not(q: Tensor, v: Tensor, call: ClusteredCall | SelectCall) -> list[str
     if call.scale <= 0:
         reasons.append(f"the scale must be positive, not {call.scale}")
     chunks = int(call.layout.tile_chunks.max(initial=0))
-    pooled, most = chunks * sum(shape.rows[1:]), 2**30 // shape.tile**2
-    if pooled > most:  # an entry of a list has 31 bits for a pooled row and an interval of queries
-        reasons.append(f"a sequence has {pooled:,} pooled rows, more than {most:,} with tiles of {shape.tile} queries")
+    if chunks * shape.groups > MOST_GROUPS:
+        reasons.append(f"a sequence has {chunks * shape.groups:,} groups, more than {MOST_GROUPS:,}")
     if chunks * shape.chunk * max(q.shape[2], v.shape[2]) >= MOST_NUMBERS:
         reasons.append(f"a sequence has {chunks * shape.chunk:,} keys, too many for heads this wide")
     if (call.top_k or 0) > MOST_KEPT:

@@ -62,8 +62,9 @@ def attend(
     query = tl.arange(0, TILE)
     there = query < count
     to_lse = lse + (row + query).to(tl.int64) * heads + head
-    if AGAIN:  # only where the weights of the first launch were out of range
-        if tl.sum((tl.abs(tl.load(to_lse, mask=there, other=0.0)) < float("inf")).to(tl.int32), 0) == TILE:
+    if AGAIN:  # only where weights of the first launch were out of range
+        is_done = tl.abs(tl.load(to_lse, mask=there, other=0.0)) < float("inf")
+        if tl.sum(is_done.to(tl.int32), 0) == TILE:
             return
     x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM)
     top = tl.full([TILE], float("-inf"), tl.float32)
@@ -107,8 +108,8 @@ def attend(
         values = _rows(v_table, pooled, VALUE_DIM, VALUE_DIM, DV)
         top, mass, total = _step(logit, values, top, mass, total, 1.0, PRECISION)
 
-    # Keys of open groups. The largest logit so far remains the reference of their weights, which saves a seventh of the time.
-    # Where some logit is so much larger that the weights may overflow, a second launch computes the tile again.
+    # Keys of open groups. The largest logit so far remains the reference of their weights, which saves a tenth of the time.
+    # Where a logit is so much larger that weights may overflow, a second launch computes the tile again.
     if FIXED:
         top = tl.where(top == float("-inf"), 0.0, top)
     SIZE: tl.constexpr = CHUNK // GROUPS

@@ -156,7 +156,9 @@ def _bound_kernel(sizes: Sizes, layout: Layout, slab: Slab, number: int | None, 
 @lru_cache(maxsize=512)
 def _select_kernel(sizes: Sizes, layout: Layout, slab: Slab, scores: torch.dtype | None, weighs: int) -> Prepared:
     shape, bundle = layout.shape, sizes.bundle(layout)
-    block, launch = sizes.step(2 * sizes.dim * sizes.bytes, bundle * shape.tile, 64)
+    block, launch = sizes.step(2 * sizes.dim * sizes.bytes, bundle * shape.tile, 32)
+    if scores is not None and scores.itemsize == 1 and sizes.dim <= 64:
+        launch["maxnreg"] = 128  # more programs at once hide the latencies of each other
     constants = {
         "TILE": shape.tile, "TILES": bundle, "GROUPS": shape.groups, "DIM": sizes.dim, "CAUSAL": layout.causal,
         "TOGETHER": scores is not None, "SPREAD": weighs, "PRECISION": sizes.precision, "BLOCK": block, **launch,
@@ -210,18 +212,22 @@ def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> t
     shape = layout.shape
     rows, options = sizes.step((sizes.dim + padded(sizes.value_dim)) * sizes.bytes, shape.tile, ROWS)
     if sizes.dim + padded(sizes.value_dim) <= 128 and sizes.bytes == 2:
-        options["maxnreg"] = 128  # more programs at once hide the latencies of each other
+        options["maxnreg"] = 128
     common = {
         "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
         "ENTRIES": rows // shape.group,
     }  # fmt: skip
-    counts = {"LOG_GROUP": math.log2(shape.group), "LOG_NODE": math.log2(shape.node), "LOG_CHUNK": math.log2(shape.chunk)}
+    counts = {
+        "LOG_GROUP": math.log2(shape.group),
+        "LOG_NODE": math.log2(shape.node),
+        "LOG_CHUNK": math.log2(shape.chunk),
+    }
     constants = common | {
         "DIM": sizes.dim, "VALUE_DIM": sizes.value_dim, "DV": padded(sizes.value_dim),
         "CAUSAL": layout.causal, "BIASED": biased, "PRECISION": sizes.precision, "BLOCK": rows, **options,
     }  # fmt: skip
     key = sizes.key, compiled_for(slab.num_tiles, layout.num_chunks)
-    lower = Prepared(_lower, key, common | counts | {"ROWS": rows, "BLOCK": 512 // shape.groups, "num_warps": 1})
+    lower = Prepared(_lower, key, common | counts | {"ROWS": rows, "BLOCK": 256 // shape.groups, "num_warps": 1})
     # With a fixed reference, then again without it where that fails. In float16, weights above 65,504 would overflow.
     passes = ((False, False),) if sizes.dtype == torch.float16 else ((True, False), (False, True))
     return lower, *(Prepared(_attend, key, {**constants, "FIXED": fixed, "AGAIN": again}) for fixed, again in passes)

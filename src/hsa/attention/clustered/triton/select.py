@@ -215,7 +215,9 @@ def lower(
     first += base
     padding = (before * lists + listed).to(tl.int64)
     key_list += base + padding * ENTRIES
-    pooled_rows += base + padding * ROWS  # never more than groups: of each node and chunk, a member opens at the same query
+    pooled_rows += (
+        base + padding * ROWS
+    )  # never more than groups: of each node and chunk, a member opens at the same query
     pooled_kinds += base + padding * ROWS
     to_group = chunks * CHUNK + first_chunk * GROUPS
     to_node = chunks * (CHUNK + GROUPS) + first_chunk * NODES
