@@ -181,7 +181,8 @@ class Layout:
     def slabs(self, device: torch.device, bundle: int, most: int | None = None) -> list[Slab]:
         """Return the tiles for kernels, in slabs of at most `most` visible chunks, or of a single tile.
 
-        Without `most`, there is one slab, whose offsets are those of the layout. Tiles that see most chunks come first.
+        Without `most`, there is one slab, whose offsets are those of the layout. In each slab, tiles that see most chunks
+        come first.
 
         Args:
             bundle: Maximum number of tiles per bundle.
@@ -197,8 +198,8 @@ class Slab:
         tiles: `[tiles, 8]`: first row of q, number of rows, first visible chunk, number of visible chunks, first exact
             row of k, end of the exact rows for the first query, number of visible chunks of the tiles before, number of
             tiles before.
-        bundles: `[bundles, 2]`: first tile and number of tiles. The tiles of a bundle follow each other in a sequence and
-            see the same chunks, at least one.
+        bundles: `[bundles, 2]`: first tile and number of tiles. The tiles of a bundle see the same chunks of the same
+            sequence, at least one.
         chunks: Number of visible chunks of all tiles.
     """
 
@@ -229,21 +230,33 @@ def _slabs(layout: Layout, device: torch.device, bundle: int, most: int | None) 
     rows, visible = layout.tile_row, layout.tile_chunks
     parts = [rows[:-1], np.diff(rows), layout.tile_chunk, visible, layout.tile_exact, layout.tile_end]
     columns = np.stack([*parts, layout.tile_offset[:-1], np.arange(len(visible))], 1)[order]
-    cuts, held = [0], 0
-    for i, chunks in enumerate(columns[:, 3]):
-        if most is not None and held and held + chunks > most:
-            cuts, held = [*cuts, i], 0
-        held += int(chunks)
     slabs = []
-    for begin, end in zip(cuts, [*cuts[1:], len(columns)], strict=True):
-        part = columns[begin:end].copy()
+    for members in _deal(columns[:, 3], bundle, most):
+        part = columns[members]
         if most is not None:
-            part[:, 6], part[:, 7] = np.cumsum(part[:, 3]) - part[:, 3], np.arange(end - begin)
-        bundles = _bundles(layout.tile_sequence[order][begin:end], part[:, 3], bundle)
+            part[:, 6], part[:, 7] = np.cumsum(part[:, 3]) - part[:, 3], np.arange(len(part))
+        bundles = _bundles(layout.tile_sequence[order][members], part[:, 3], bundle)
         with lasting():
             tiles, bundled = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (part, bundles))
         slabs.append(Slab(tiles, bundled, int(part[:, 3].sum())))
     return slabs if len(columns) else []
+
+
+def _deal(visible: np.ndarray, bundle: int, most: int | None) -> list[np.ndarray]:
+    """Return the tiles of every slab, given the number of visible chunks of all tiles, in descending order.
+
+    Tiles are dealt out in turn, a bundle at a time: every slab begins with long ones and ends with short ones, which keep a
+    GPU busy while the long ones finish.
+    """
+    tiles = np.arange(len(visible))
+    number = 1 if most is None else -(-int(visible.sum()) // max(1, most))
+    while True:
+        number = max(1, min(number, len(tiles)))
+        slab = tiles // min(bundle, max(1, len(tiles) // number)) % number
+        chunks = np.bincount(slab, visible, number)
+        if most is None or number == len(tiles) or chunks.max(initial=0) <= most:
+            return [tiles[slab == i] for i in range(number)]
+        number += max(1, number // 8)
 
 
 def _bundles(sequence: np.ndarray, visible: np.ndarray, most: int) -> np.ndarray:

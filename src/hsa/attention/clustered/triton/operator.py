@@ -21,7 +21,7 @@ from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels.available import padded, shared_memory
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for
 
-SLAB_BYTES = 2**28
+SLAB_BYTES = 2**29
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
 QUERIES = 128
 """Number of queries that a program selects for, with head dim 64 in half precision; fewer for wider heads."""
