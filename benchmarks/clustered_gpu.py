@@ -129,7 +129,7 @@ def keys_per_tile(selection: hsa.TileSelection) -> int:
 
 
 def main(name: str, files: Sequence[Path], heads: int | None, lengths: Sequence[int], layers: int) -> None:
-    rows = []
+    rows, is_repeated = [], False
     settings: list[dict[str, Any]] = [{"threshold": t} for t in THRESHOLDS]
     settings.append({"threshold": 1 / 128, "windows": True})
     for file in files:
@@ -137,6 +137,7 @@ def main(name: str, files: Sequence[Path], heads: int | None, lengths: Sequence[
         for number in sorted(data)[:layers]:
             for tokens in lengths:
                 inputs = real(data[number], tokens, heads)
+                is_repeated |= len(data[number]["q"]) < tokens
                 shape = f"{inputs[0].shape[1]}/{inputs[1].shape[1]} × {inputs[0].shape[2]}"
                 what = f"{file.stem.removeprefix('qkv_')}, layer {number}, {shape}"
                 rows += measure(what, inputs, True, settings)
@@ -147,10 +148,13 @@ def main(name: str, files: Sequence[Path], heads: int | None, lengths: Sequence[
             rows += measure(f"random, {heads}/{heads} × 64", random(tokens, heads), True, [{"threshold": 1 / 128}])
     notes = (
         "Forward, bfloat16, one sequence. Cluster, select and attend are timed alone; ours is one call that does all three. "
-        "Keys per tile: keys of open groups per tile of 64 queries and head, beside the exact chunk and the pooled rows. "
-        "Texts are repeated to reach lengths beyond the recorded ones, which makes every key several times as frequent."
+        "Keys per tile: keys of open groups per tile of 64 queries and head, beside the exact chunk and the pooled rows."
     )
+    if is_repeated:
+        notes += " Texts are repeated beyond their recorded length, which makes every key several times as frequent."
     command = f"python -m benchmarks.clustered_gpu QKV.pt --name {name}" + (f" --heads {heads}" if heads else "")
+    if tuple(lengths) != LENGTHS:
+        command += f" --lengths {' '.join(map(str, lengths))}"
     write_table(name, "Clustered attention on a GPU", [("", HEADER, rows)], notes, command=command)
 
 

@@ -85,12 +85,15 @@ class Head:
         later = torch.arange(TOKENS) > self.rows[:, None]
         return (self.q @ self.k.T).masked_fill(later, -math.inf).softmax(1) @ self.v
 
-    def normalizer(self, exact: bool) -> Tensor:
-        """Return the log-sum-exp of the own chunk and of nodes of 64 keys, or of all keys."""
-        nodes = self.q @ self.groups.reshape(-1, 64, self.q.shape[1]).mean(1).T + math.log(64)
-        nodes = nodes.masked_fill(~self.visible[:, :: 64 // self.size], -math.inf)
-        far = self.exact.masked_fill(~self.visible, -math.inf) if exact else nodes
-        return torch.logaddexp(self.own.logsumexp(1), far.logsumexp(1))
+    def normalizer(self, far: Tensor) -> Tensor:
+        """Return the log-sum-exp of the own chunk and of parts of the other chunks, `[queries, parts]`."""
+        visible = self.visible[:, :: self.visible.shape[1] // far.shape[1]]
+        return torch.logaddexp(self.own.logsumexp(1), far.masked_fill(~visible, -math.inf).logsumexp(1))
+
+    @cached_property
+    def nodes(self) -> Tensor:
+        """Logits of pooled nodes of 64 keys."""
+        return self.q @ self.groups.reshape(-1, 64, self.q.shape[1]).mean(1).T + math.log(64)
 
     @cached_property
     def directions(self) -> Tensor:
@@ -112,6 +115,10 @@ class Head:
             means = weights @ self.groups / weights.sum(2, keepdim=True).clamp(min=1)
             first = torch.cdist(self.groups, means).argmin(2) == 0
         return means, first
+
+
+def _nodes(head: Head) -> Tensor:
+    return head.nodes
 
 
 def _mean_and_spread(head: Head) -> Tensor:
@@ -146,19 +153,34 @@ def _two_centres(head: Head, spread: bool = False) -> Tensor:
     return masses.amax(2)
 
 
+def _with_values(head: Head) -> Tensor:
+    """Weigh a group by the standard deviation of its values: pooling loses nothing where they are equal."""
+    deviation = (head.values - head.values.mean(1, keepdim=True)).square().sum((1, 2)).sqrt()
+    return _mean_and_spread(head) + (deviation / deviation.mean()).log()
+
+
+def _both_sides(head: Head) -> Tensor:
+    """Return the log-sum-exp of a group whose keys lie at its mean plus and minus its spread."""
+    spread = head.spreads()[0]
+    return head.pooled + torch.logaddexp(spread, -spread) - math.log(2)
+
+
 Estimate = Callable[[Head], Tensor]
-# Name, products per group, keys per group, whether the normaliser is exact, and estimate.
-ESTIMATES: tuple[tuple[str, int, int, bool, Estimate], ...] = (
-    ("mean and spread (`hsa.clustered_attention`)", 2, 8, False, _mean_and_spread),
-    ("mean and spread, 8 bits (its kernels)", 2, 8, False, _eight_bits),
-    ("mean", 1, 8, False, lambda head: head.pooled),
-    ("mean and two spreads", 3, 8, False, lambda head: head.pooled + head.spreads(2).square().sum(0).sqrt()),
-    ("means of two halves", 2, 8, False, _halves),
-    ("two centres", 2, 8, False, _two_centres),
-    ("two centres and a spread", 3, 8, False, lambda head: _two_centres(head, spread=True)),
-    ("mean and spread, groups of 4", 2, 4, False, _mean_and_spread),
-    ("exact", 8, 8, False, lambda head: head.exact),
-    ("exact, with the exact normaliser", 8, 8, True, lambda head: head.exact),
+# Name, products per group, keys per group, parts of the normaliser, and estimate.
+ESTIMATES: tuple[tuple[str, int, int, Estimate, Estimate], ...] = (
+    ("mean and spread (`hsa.clustered_attention`)", 2, 8, _nodes, _mean_and_spread),
+    ("mean and spread, 8 bits (its kernels)", 2, 8, _nodes, _eight_bits),
+    ("mean", 1, 8, _nodes, lambda head: head.pooled),
+    ("mean and two spreads", 3, 8, _nodes, lambda head: head.pooled + head.spreads(2).square().sum(0).sqrt()),
+    ("means of two halves", 2, 8, _nodes, _halves),
+    ("two centres", 2, 8, _nodes, _two_centres),
+    ("two centres and a spread", 3, 8, _nodes, lambda head: _two_centres(head, spread=True)),
+    ("mean and spread, groups of 4", 2, 4, _nodes, _mean_and_spread),
+    ("mean and spread, weighed by the spread of values", 2, 8, _nodes, _with_values),
+    ("mean and spread, normaliser from groups", 2, 8, lambda head: head.pooled, _mean_and_spread),
+    ("mean and spread, normaliser from groups with spreads", 2, 8, _both_sides, _mean_and_spread),
+    ("exact", 8, 8, _nodes, lambda head: head.exact),
+    ("exact, with the exact normaliser", 8, 8, lambda head: head.exact, lambda head: head.exact),
 )
 
 
@@ -198,9 +220,9 @@ def keys_at(wanted: float, keys: np.ndarray, errors: np.ndarray) -> str:
 @torch.inference_mode()
 def main(file: Path) -> None:
     layers, rows = torch.load(file), []
-    for name, products, size, exact, estimate in ESTIMATES:
+    for name, products, size, parts, estimate in ESTIMATES:
         results = [
-            list(measure(head, estimate(head), head.normalizer(exact)))
+            list(measure(head, estimate(head), head.normalizer(parts(head))))
             for layer in layers.values()
             for head in heads_of(layer, size)
         ]
