@@ -1,8 +1,7 @@
 """Kernel that attends from a tile of queries to its exact keys and to its lists, with an online softmax.
 
 Lists come from `lower`: open groups, with the first query for which they are open, and pooled rows, each for an interval of
-queries. Programs of one head follow each other, so that its keys and values stay in the
-cache.
+queries. Programs of one head follow each other, so that its keys and values stay in the cache.
 """
 
 from __future__ import annotations

@@ -121,14 +121,15 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
         q.device, sizes.bundle(layout), None if selection is not None else SLAB_BYTES // (13 * groups)
     ):
         held, padding = slab.chunks * groups, slab.num_tiles * lists * ROWS
-        parts = [held // 4, held + padding // layout.shape.group, held + padding, held + padding, 2 * padding // ROWS]
-        first, *listed = q.new_empty(sum(parts), dtype=torch.int32).split(parts)
+        # All but the last start at multiples of 16 bytes, which compiled kernels rely on.
+        parts = [held + padding // layout.shape.group, held + padding, held + padding, held // 4, 2 * padding // ROWS]
+        *listed, first, counts = q.new_empty(sum(parts), dtype=torch.int32).split(parts)
         first = first.view(torch.uint8)
         if selection is not None:
             first = selection.first
         elif slab.chunks:
             _select_tiles(selecting, sizes, slab, lse, first)
-        _attend_tiles(call, keys, sizes, slab, first, listed, out, lse)
+        _attend_tiles(call, keys, sizes, slab, first, [*listed, counts], out, lse)
     return out, lse
 
 

@@ -4,9 +4,10 @@ No matrix of scores is written: `select` keeps, per tile, list and group, one by
 see the same chunks, so that it reads the means and spreads of groups once for all of them. `lower` turns the bytes into two
 lists per tile and list, in a fixed order:
 
-- keys: open groups. Those that are open for all queries come first, as many as fill whole steps of `attend`; the others are
-  listed from the end on, with the first query for which they are open, and padded;
+- keys: open groups, with the first query for which they are open;
 - pooled: the means of groups, of nodes and of chunks that are active for some query, with their interval of queries.
+
+Both are padded to whole steps of `attend`, with entries that are never active.
 
 Logits are in powers of two. Bounds and estimates leave out the scale and the size of a group, which all groups share.
 """
@@ -195,7 +196,7 @@ def select(
 
 @triton.jit
 def _kind(since, end, LOG_COUNT: tl.constexpr):
-    """Return the logarithm of a count, in the upper 10 bits of its float, and an interval of queries, as one integer."""
+    """Return as one integer: the logarithm of a count, of whose float 10 bits are enough, and an interval of queries."""
     log_count = tl.full([1], LOG_COUNT, tl.float32).to(tl.int32, bitcast=True)
     return tl.sum(log_count, 0) | (since << 8) | (end - since)
 
@@ -215,9 +216,8 @@ def lower(
     first += base
     padding = (before * lists + listed).to(tl.int64)
     key_list += base + padding * ENTRIES
-    pooled_rows += (
-        base + padding * ROWS
-    )  # never more than groups: of each node and chunk, a member opens at the same query
+    # There are never more pooled rows than groups: of each node and chunk, a member opens at the same query.
+    pooled_rows += base + padding * ROWS
     pooled_kinds += base + padding * ROWS
     to_group = chunks * CHUNK + first_chunk * GROUPS
     to_node = chunks * (CHUNK + GROUPS) + first_chunk * NODES
