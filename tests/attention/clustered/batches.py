@@ -148,8 +148,8 @@ def dense(batch: Batch, keys: ClusteredKeys, selection: TileSelection, pooled_bi
 def order_of(keys: ClusteredKeys, sequence: int, chunk: int, kv_head: int) -> Tensor:
     """Return the keys of a chunk, as numbers in their sequence, in the order of the groups."""
     size = keys.shape.chunk
-    begin = (sum(keys.chunks[:sequence]) + chunk) * size
-    order = torch.arange(size) if keys.order is None else keys.order[kv_head, begin : begin + size].long()
+    number = sum(keys.chunks[:sequence]) + chunk
+    order = torch.arange(size) if keys.order is None else keys.order[kv_head, number].long()
     return chunk * size + order
 
 

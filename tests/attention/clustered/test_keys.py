@@ -20,14 +20,9 @@ def chunks_of(batch, keys: ClusteredKeys):
     return result
 
 
-def of_chunks(keys: ClusteredKeys, x):
-    """Return rows `[kv_heads, rows, …]` as `[kv_heads, chunks, rows of a chunk, …]`."""
-    return x.unflatten(1, (keys.num_chunks, -1))
-
-
 def levels_of(keys: ClusteredKeys, name: str):
-    """Return the keys, groups, nodes and chunks of a table."""
-    return getattr(keys, name).split([keys.num_chunks * rows for rows in keys.shape.rows], 1)
+    """Return the keys, groups, nodes and chunks of a table, `[kv_heads, chunks, rows of a chunk, dim]`."""
+    return getattr(keys, name).split(keys.shape.rows, 2)
 
 
 @given(batches())
@@ -39,10 +34,10 @@ def test_the_order_is_a_permutation_of_every_chunk(batch):
     if batch.windows:
         assert keys.order is None
         return
-    assert keys.order.shape == (KV_HEADS, keys.num_chunks * batch.chunk)
-    chunks = of_chunks(keys, keys.order)
-    assert torch.equal(chunks.sort(-1).values, torch.arange(batch.chunk).expand_as(chunks).to(chunks.dtype))
-    groups = chunks.unflatten(-1, (-1, batch.branching[0]))
+    assert keys.order.shape == (KV_HEADS, keys.num_chunks, batch.chunk)
+    numbers = torch.arange(batch.chunk).expand_as(keys.order).to(keys.order.dtype)
+    assert torch.equal(keys.order.sort(-1).values, numbers)
+    groups = keys.order.unflatten(-1, (-1, batch.branching[0]))
     assert (groups[:, :, 0, 0] == 0).all()  # the first key is in the first group
     assert (groups.diff(dim=-1) > 0).all()  # keys of a group are in their own order
 
@@ -54,9 +49,8 @@ def test_tables_hold_keys_and_means(batch):
     for name, x in (("k", batch.k), ("v", batch.v)):
         for number, head, rows in chunks_of(batch, keys):
             for level, size in zip(levels_of(keys, name), sizes, strict=True):
-                nodes = of_chunks(keys, level)[head, number]
                 mean = x[rows, head].unflatten(0, (-1, size)).mean(1)
-                torch.testing.assert_close(nodes, mean, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(level[head, number], mean, rtol=1e-12, atol=1e-12)
 
 
 @given(batches())
@@ -65,8 +59,8 @@ def test_windows_keep_the_order(batch):
     assert keys.order is None
     lengths = [n * batch.chunk for n in keys.chunks]
     rows = torch.cat([torch.arange(c.start, c.start + n) for (_, c), n in zip(batch.sequences(), lengths, strict=True)])
-    assert torch.equal(keys.k[:, : len(rows)], batch.k[rows].transpose(0, 1))
-    assert torch.equal(keys.v[:, : len(rows)], batch.v[rows].transpose(0, 1))
+    assert torch.equal(levels_of(keys, "k")[0].flatten(1, 2), batch.k[rows].transpose(0, 1))
+    assert torch.equal(levels_of(keys, "v")[0].flatten(1, 2), batch.v[rows].transpose(0, 1))
 
 
 @given(seeds, st.sampled_from([b for b in BRANCHINGS if b[0] > 2] + [(8, 2, 1)]), st.booleans())
@@ -80,9 +74,9 @@ def test_the_spread_is_the_principal_direction_times_the_standard_deviation(seed
     )
     keys = cluster(k, v, [40], windows=windows, branching=branching)
     group = branching[0]
-    members = keys.k[:, : keys.num_chunks * keys.shape.chunk].unflatten(1, (-1, group))
-    assert keys.spread.shape == (KV_HEADS, keys.num_chunks * keys.shape.groups, DIM)
-    _, values, right = torch.linalg.svd(members - members.mean(2, keepdim=True))
+    members = levels_of(keys, "k")[0].unflatten(2, (-1, group))
+    assert keys.spread.shape == (KV_HEADS, keys.num_chunks, keys.shape.groups, DIM)
+    _, values, right = torch.linalg.svd(members - members.mean(3, keepdim=True))
     clear = values[..., 0] > 100 * values[..., 1]
     assert clear.any()
     expected = right[..., 0, :] * values[..., :1] / group**0.5
@@ -100,10 +94,10 @@ def test_groups_are_clusters(dim):
     which = torch.arange(8).repeat_interleave(4)[torch.randperm(32)]
     k = (centres[which] + torch.randn(32, dim, dtype=torch.float64))[:, None]
     keys = cluster(k, k, [32], branching=(4, 4, 2))
-    found = which[keys.order[0].long()].unflatten(0, (8, 4))
+    found = which[keys.order[0, 0].long()].unflatten(0, (8, 4))
     pure = (found == found[:, :1]).all(1)
     assert pure.sum() >= 5  # halves of equal size may cut through a point
-    inside = keys.k[0, :32].unflatten(0, (8, 4)).var(1).sum()
+    inside = keys.k[0, 0, :32].unflatten(0, (8, 4)).var(1).sum()
     assert inside < k[:, 0].unflatten(0, (8, 4)).var(1).sum() / 3
 
 
@@ -111,7 +105,7 @@ def test_splits_are_at_the_median():
     """Groups of keys of one dimension are intervals of equal size."""
     _, k, v = rows_of([16], 1)
     keys = cluster(k[..., :1], v, [16], branching=(4, 2, 2))
-    groups = keys.k[:, :16, 0].unflatten(1, (4, 4))
+    groups = keys.k[:, 0, :16, 0].unflatten(1, (4, 4))
     for head in range(KV_HEADS):
         low, high = groups[head].amin(1), groups[head].amax(1)
         order = low.argsort()
@@ -140,16 +134,14 @@ def test_chunks_of_a_prefix_are_those_of_the_whole(batch, seed):
         kept += range(base, base + few)
         base += many
     if not kept:
-        assert part.k.shape == (KV_HEADS, 0, DIM)
-        assert part.v.shape == (KV_HEADS, 0, VALUE_DIM)
+        assert part.k.shape == (KV_HEADS, 0, part.shape.page, DIM)
+        assert part.v.shape == (KV_HEADS, 0, part.shape.page, VALUE_DIM)
         return
     if not batch.windows:
-        assert torch.equal(of_chunks(part, part.order), of_chunks(whole, whole.order)[:, kept])
+        assert torch.equal(part.order, whole.order[:, kept])
     for name in ("k", "v"):
-        for few, many in zip(levels_of(part, name), levels_of(whole, name), strict=True):
-            torch.testing.assert_close(of_chunks(part, few), of_chunks(whole, many)[:, kept], rtol=1e-12, atol=1e-12)
-    spreads = of_chunks(part, part.spread), of_chunks(whole, whole.spread)[:, kept]
-    torch.testing.assert_close(*spreads, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(getattr(part, name), getattr(whole, name)[:, kept], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(part.spread, whole.spread[:, kept], rtol=1e-9, atol=1e-9)
 
 
 def test_equal_keys_and_keys_that_are_not_finite():
@@ -157,24 +149,24 @@ def test_equal_keys_and_keys_that_are_not_finite():
     _, k, v = rows_of([16], 1)
     alike = cluster(k[:1].expand(16, -1, -1), v, [16], branching=(2, 2, 2))
     assert (alike.spread.abs() < 1e-12).all()
-    assert (alike.order[:, [0, 8]] == 0).all()
+    assert (alike.order[:, :, 0] == 0).all()
     plain = cluster(k, v, [16], branching=(2, 2, 2))
     for value in (torch.nan, torch.inf, -torch.inf):
         for row in (0, 5):
             broken = k.clone()
             broken[row, 1, 0] = value
             keys = cluster(broken, v, [16], branching=(2, 2, 2))
-            assert torch.equal(keys.order[:, 8:], plain.order[:, 8:])
+            assert torch.equal(keys.order[:, 1], plain.order[:, 1])
             assert torch.equal(keys.order[0], plain.order[0])
-            assert keys.order[1, 0] == 0
-            assert sorted(keys.order[1, :8].tolist()) == list(range(8))
+            assert keys.order[1, 0, 0] == 0
+            assert sorted(keys.order[1, 0].tolist()) == list(range(8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_lower_precision(dtype):
     _, k, v = rows_of([48], 1, dtype=dtype)
     keys = cluster(k, v, [48])
-    assert keys.k.shape == (KV_HEADS, 0, DIM)
+    assert keys.k.shape == (KV_HEADS, 0, keys.shape.page, DIM)
     keys = cluster(k, v, [48], branching=(4, 2, 2))
     assert keys.k.dtype == keys.v.dtype == keys.spread.dtype == dtype
     precise = cluster(k.double(), v.double(), [48], branching=(4, 2, 2))
@@ -183,7 +175,7 @@ def test_lower_precision(dtype):
     rows, *means = (level.double() for level in levels_of(keys, "k"))
     roundings = 4 if dtype == torch.float32 else 1.001  # half precision is rounded once, at every level
     for level in means:
-        exact = rows.unflatten(1, (level.shape[1], -1)).mean(2)
+        exact = rows.unflatten(2, (level.shape[2], -1)).mean(3)
         assert ((level - exact).abs() <= roundings * torch.finfo(dtype).eps / 2 * exact.abs() + 1e-7).all()
 
 

@@ -24,7 +24,8 @@ def layouts(draw):
     for n, rows in zip(lengths, queries, strict=True):
         first = (n - rows if causal else n) // chunk * chunk  # first key that is exact for the first query
         recent.append(draw(st.integers(n - first if rows else 0, n)))
-    return layout_of(lengths, queries, recent, shape=shape, causal=causal)
+    capacity = draw(st.sampled_from([None, 5]))
+    return layout_of(lengths, queries, recent, shape=shape, causal=causal, capacity=capacity)
 
 
 def tokens_of(layout):
@@ -48,7 +49,8 @@ def test_every_query_is_in_its_tile_and_sees_its_chunks(layout):
         assert layout.tile_sequence[tile] == sequence
         visible = position // chunk if layout.causal else length // chunk
         assert layout.tile_chunks[tile] == visible
-        assert layout.tile_chunk[tile] == sum(n // chunk for n in layout.lengths[:sequence])
+        before = sum(n // chunk for n in layout.lengths[:sequence])
+        assert layout.tile_chunk[tile] == (5 * sequence if layout.capacity else before)
         missing = length - layout.recent[sequence]  # keys that k does not hold
         assert layout.tile_exact[tile] == held[sequence] + visible * chunk - missing
         more = row - layout.tile_row[tile] if layout.causal else 0
@@ -66,7 +68,7 @@ def test_chunks_and_cut_tiles(layout):
     chunk, tile = layout.shape.chunk, layout.shape.tile
     rows, first = [], 0
     for s, (length, queries) in enumerate(zip(layout.lengths, layout.queries, strict=True)):
-        assert layout.chunks[s + 1] - layout.chunks[s] == length // chunk
+        assert layout.chunk_counts[s] == length // chunk
         rows += [first + i * chunk for i in range(length // chunk)]
         first += length
         assert layout.is_cut(s) == (layout.causal and queries > 0 and (length - queries) % tile > 0)
@@ -77,6 +79,7 @@ def test_chunks_and_cut_tiles(layout):
             assert layout.first_tiles[s] == -1
     assert layout.chunk_rows.tolist() == rows
     assert layout.num_chunks == len(rows)
+    assert layout.num_pages == (5 * len(layout.lengths) if layout.capacity else len(rows))
 
 
 @given(layouts(), st.sampled_from([None, 1, 3, 10]), st.sampled_from([1, 2, 4]))

@@ -258,7 +258,7 @@ def test_declared_tolerances(backend, dtype):
     selection = select_groups(q, k, keys, lengths, causal=True, threshold=0.2, tile=4)
     assert 0.1 < (selection.first == 255).float().mean() < 0.9
     begin = torch.tensor([0, 8, 19, 27]).repeat_interleave(8)  # first row of the chunk of each key
-    index = (begin + keys.order)[..., None]  # rows of k and v, by group
+    index = (begin + keys.order.flatten(1))[..., None]  # rows of k and v, by group
     ordered = [x.double().transpose(0, 1).gather(1, index.expand(-1, -1, x.shape[2])) for x in (k, v)]
     precise = cluster(*(x.transpose(0, 1) for x in ordered), [16, 16], windows=True, branching=(2, 2, 2))
     options = {"causal": True, "selection": selection, "return_lse": True, **SMALL}

@@ -53,9 +53,6 @@ def test_every_query_sees_every_key_once(batch):
     """Open groups stay open, and the active rows of the tables hold each key of the visible chunks exactly once."""
     selection = batch.select(batch.cluster())
     layout, shape = selection.layout, selection.layout.shape
-    offsets = [0]
-    for per_chunk in shape.rows:
-        offsets.append(offsets[-1] + layout.num_chunks * per_chunk)
     sizes = (1, shape.group, shape.node, shape.chunk)
     for tile, rows, first in tiles_of(selection):
         begin = int(layout.tile_chunk[tile])
@@ -78,8 +75,9 @@ def test_every_query_sees_every_key_once(batch):
                 seen = []
                 entries = (x[which][active].tolist() for x in (lists.rows, levels))
                 for number, level in zip(*entries, strict=True):
-                    assert level == max(n for n in range(4) if offsets[n] <= number)
-                    start = (number - offsets[level]) * sizes[level] - begin * shape.chunk
+                    chunk, row_of_page = divmod(number, shape.page)
+                    assert level == max(n for n in range(4) if shape.starts[n] <= row_of_page)
+                    start = (chunk - begin) * shape.chunk + (row_of_page - shape.starts[level]) * sizes[level]
                     seen += range(start, start + sizes[level])
                 assert sorted(seen) == list(range(int(layout.tile_chunks[tile]) * shape.chunk))
 

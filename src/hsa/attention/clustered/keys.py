@@ -1,8 +1,8 @@
 """`ClusteredKeys`: the keys and values of complete chunks in groups of similar keys, with their pooled rows.
 
 Each chunk is split at the median of its first principal direction, again and again, down to groups: a balanced tree, per
-chunk and key/value head, that depends on no later key. Plain windows leave the keys in their order. Either way, chunks are
-stored as a table of rows: the keys, the means of all groups, of all nodes and of all chunks.
+chunk and key/value head, that depends on no later key. Plain windows leave the keys in their order. Either way, a chunk is
+stored as a page of rows: its keys, the means of its groups and of its nodes, and the mean of all of its keys.
 
 Related methods: Reformer (hash buckets), the Routing Transformer (k-means), clustered key–value caches, Quest (pages with
 bounds). The tree is new here: its pooled nodes keep the mass of the keys that are not selected.
@@ -26,40 +26,53 @@ NUMBERS = {"cpu": 2**18, "cuda": 2**26}
 """Number of coordinates of keys to cluster at once. On a CPU, blocks that fit its cache are several times faster."""
 
 
+EIGHT_BITS = torch.float8_e4m3fn
+"""Type of scores where a GPU multiplies 8-bit numbers. Its largest number is 448."""
+UNIT = 0.25
+"""Factor of means and spreads in 8 bits."""
+
+
 @dataclass(frozen=True, eq=False)
 class ClusteredKeys:
     """Keys and values of the complete chunks of a batch; the result of `hsa.cluster`.
 
-    A table has the rows of all chunks: all keys in groups, then the means of all groups, nodes and chunks.
+    A chunk is a *page* of rows: its keys in groups, then the means of its groups, of its nodes and of all its keys.
 
     Attributes:
-        k: `[kv_heads, rows, dim]` table of keys.
-        v: `[kv_heads, rows, value_dim]` table of values.
-        spread: `[kv_heads, groups, dim]` principal direction of each group's keys times the standard deviation along it.
-        order: `[kv_heads, keys]` index in its chunk of the key at every row; None if keys are in their own order.
+        k: `[kv_heads, chunks, rows of a page, dim]` keys.
+        v: `[kv_heads, chunks, rows of a page, value_dim]` values.
+        scores: `[kv_heads, chunks, nodes, parts, groups of a node, dim]` spread of each group: the principal direction of its
+            keys times the standard deviation along it. In half precision on a GPU that multiplies 8-bit numbers there are
+            two parts, the means and the spreads, in 8 bits.
+        order: `[kv_heads, chunks, keys]` index in its chunk of the key at every row; None if keys are in their own order.
         chunks: Number of complete chunks of every sequence.
         shape: Sizes of the trees.
-        scores: `[kv_heads, nodes, 2, groups of a node, dim]` means and spreads of groups, in 8 bits if k has half precision
-            and the GPU multiplies 8-bit numbers. Kernels make and read it; None if no kernel has made these keys.
+        capacity: Number of pages of every sequence, if there are more than complete chunks, as in a cache.
 
     >>> from hsa import cluster
     >>> keys = cluster(torch.randn(600, 2, 16), torch.randn(600, 2, 16), [600])  # 2 complete chunks of 256 keys
-    >>> keys.k.shape, keys.spread.shape
-    (torch.Size([2, 586, 16]), torch.Size([2, 64, 16]))
+    >>> keys.k.shape, keys.spread.shape  # 256 keys, 32 groups, 4 nodes and one mean of all
+    (torch.Size([2, 2, 293, 16]), torch.Size([2, 2, 32, 16]))
     """
 
     k: Tensor
     v: Tensor
-    spread: Tensor
+    scores: Tensor
     order: Tensor | None
     chunks: tuple[int, ...]
     shape: Shape
-    scores: Tensor | None = None
+    capacity: int | None = None
 
     @property
     def num_chunks(self) -> int:
         """Number of complete chunks of all sequences."""
         return sum(self.chunks)
+
+    @property
+    def spread(self) -> Tensor:
+        """`[kv_heads, chunks, groups, dim]` spread of each group."""
+        spread = self.scores[:, :, :, -1].flatten(2, 3)
+        return spread if spread.dtype != EIGHT_BITS else spread.to(self.k.dtype) / UNIT
 
     def __repr__(self) -> str:
         kind = "windows" if self.order is None else "clusters"
@@ -67,7 +80,7 @@ class ClusteredKeys:
 
 
 def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool, order: Tensor | None = None) -> ClusteredKeys:
-    """Return the clustered keys of packed k `[keys, kv_heads, dim]` and v. Gradients flow to the tables.
+    """Return the clustered keys of packed k `[keys, kv_heads, dim]` and v. Gradients flow to the pages.
 
     Args:
         order: `ClusteredKeys.order`, if it is known.
@@ -76,13 +89,14 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool, order: Te
     first = torch.from_numpy(layout.chunk_rows).to(k.device)[:, None]  # [chunks, 1]
     rows = first + torch.arange(shape.chunk, device=k.device)  # [chunks, keys]
     if not windows and order is None:
-        order = cluster_order(chunks_of(k, rows, layout), shape).flatten(1)
-    by_head = [rows] * k.shape[1] if order is None else [first + x.view(chunks, shape.chunk) for x in order]
-    table = table_of(k, by_head, layout)
+        order = cluster_order(chunks_of(k, rows, layout), shape)
+    by_head = [rows] * k.shape[1] if order is None else [first + x for x in order]
+    pages = pages_of(k, by_head, shape)
+    groups = pages[:, :, : shape.chunk].reshape(len(pages), chunks * shape.groups, shape.group, k.shape[2])
     return ClusteredKeys(
-        k=table,
-        v=table_of(v, by_head, layout),
-        spread=spreads_of(table[:, : rows.numel()].unflatten(1, (chunks * shape.groups, shape.group))),
+        k=pages,
+        v=pages_of(v, by_head, shape),
+        scores=spreads_of(groups).view(len(pages), chunks, *shape.branching[:0:-1], k.shape[2]).unsqueeze(3),
         order=order,
         chunks=layout.chunk_counts,
         shape=shape,
@@ -170,25 +184,37 @@ def start_direction(dim: int, device: torch.device) -> Tensor:
     return torch.arange(1, dim + 1, device=device, dtype=torch.float64).mul(2.4).cos()
 
 
-def table_of(x: Tensor, rows: list[Tensor], layout: Layout) -> Tensor:
-    """Return the table `[kv_heads, rows, dim]` of keys or values `[keys, kv_heads, dim]`, given the rows of each head."""
+def pages_of(x: Tensor, rows: list[Tensor], shape: Shape) -> Tensor:
+    """Return the pages `[kv_heads, chunks, rows, dim]` of keys or values `[keys, kv_heads, dim]`.
+
+    Args:
+        rows: `[chunks, keys]` rows of x for each head.
+    """
     pairs = zip(x.unbind(1), rows, strict=True)
-    heads = (_rows_and_means(head.index_select(0, index.flatten()), layout) for head, index in pairs)
+    heads = (
+        _with_means(head.index_select(0, index.flatten()).view(*index.shape, x.shape[2]), shape)
+        for head, index in pairs
+    )
     if torch.is_grad_enabled() and x.requires_grad:
         return torch.stack(list(heads))
-    table = x.new_empty(x.shape[1], layout.num_chunks * sum(layout.shape.rows), x.shape[2])
-    for head, rows_of_head in zip(table, heads, strict=True):
-        head.copy_(rows_of_head)
-    return table
+    pages = x.new_empty(x.shape[1], len(rows[0]), shape.page, x.shape[2])
+    for head, page in zip(pages, heads, strict=True):
+        head.copy_(page)
+    return pages
 
 
-def _rows_and_means(rows: Tensor, layout: Layout) -> Tensor:
-    """Return keys or values `[keys, dim]` of one head, then the means of groups, of nodes and of chunks."""
+def _with_means(rows: Tensor, shape: Shape) -> Tensor:
+    """Return keys or values `[chunks, keys, dim]`, followed by the means of groups, of nodes and of chunks."""
     levels, wide = [rows], rows.to(torch.promote_types(rows.dtype, torch.float32))
-    for size, per_chunk in zip(layout.shape.branching, layout.shape.rows[1:], strict=True):
-        wide = wide.view(layout.num_chunks * per_chunk, size, wide.shape[1]).mean(1)
+    for size in shape.branching:
+        wide = wide.unflatten(1, (-1, size)).mean(2)
         levels.append(wide.to(rows.dtype))
-    return torch.cat(levels)
+    return torch.cat(levels, 1)
+
+
+def levels_of(pages: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+    """Split pages `[kv_heads, chunks, rows, dim]` into their keys, groups, nodes and roots."""
+    return pages.split(shape.rows, 2)
 
 
 def clustering_operations(chunks: int, kv_heads: int, dim: int, shape: Shape) -> int:
@@ -201,10 +227,10 @@ def check_keys(keys: ClusteredKeys, layout: Layout, k: Tensor, v: Tensor | None)
     """Check that clustered keys fit the lengths, the shape and the tensors of a call."""
     fix = "Make them with hsa.cluster from the same keys, lengths and branching"
     chunks = layout.chunk_counts
-    rows = layout.num_chunks * sum(layout.shape.rows)
-    wanted = {"k": (k.shape[1], rows, k.shape[2])}
+    pages = layout.num_pages, layout.shape.page
+    wanted = {"k": (k.shape[1], *pages, k.shape[2])}
     if v is not None:
-        wanted["v"] = (v.shape[1], rows, v.shape[2])
+        wanted["v"] = (v.shape[1], *pages, v.shape[2])
     if keys.shape.branching != layout.shape.branching or keys.chunks != chunks:
         got = f"chunks of {keys.shape.branching}, {few(list(keys.chunks))} per sequence"
         raise InvalidInput(

@@ -68,6 +68,16 @@ class Shape:
         """Number of keys, groups, nodes and roots of a chunk."""
         return self.chunk, self.groups, self.branching[2], 1
 
+    @property
+    def starts(self) -> tuple[int, int, int, int]:
+        """First row of the keys, the groups, the nodes and the root in the page of a chunk."""
+        return 0, self.chunk, self.chunk + self.groups, self.page - 1
+
+    @property
+    def page(self) -> int:
+        """Number of rows of a chunk: its keys, then the means of its groups, its nodes and all of its keys."""
+        return sum(self.rows)
+
     @classmethod
     def of(cls, branching: Any = BRANCHING, tile: Any = TILE, *, causal: bool) -> Shape:
         """Check the sizes and return them as a shape."""
@@ -112,10 +122,11 @@ class Layout:
         recent: Number of keys of every sequence that k and v hold: its last ones.
         shape: Sizes of trees and tiles.
         causal: Whether queries see nothing later than themselves.
-        chunks: `[sequences + 1]` first complete chunk of every sequence, and their number.
+        capacity: Number of pages that tables reserve for every sequence; None if they have complete chunks only.
+        starts: `[sequences]` page of the first chunk of every sequence.
         tile_sequence: `[tiles]` sequence of every tile.
         tile_row: `[tiles + 1]` first row of q of every tile, and the number of rows.
-        tile_chunk, tile_chunks: `[tiles]` first visible chunk, and the number of visible chunks.
+        tile_chunk, tile_chunks: `[tiles]` page of the first visible chunk, and the number of visible chunks.
         tile_exact, tile_end: `[tiles]` first row of k that is exact, and the end of these rows for the tile's first query.
             In causal attention each further query sees one more.
         tile_offset: `[tiles + 1]` number of visible chunks of the tiles before.
@@ -126,7 +137,8 @@ class Layout:
     recent: tuple[int, ...]
     shape: Shape
     causal: bool
-    chunks: np.ndarray
+    capacity: int | None
+    starts: np.ndarray
     tile_sequence: np.ndarray
     tile_row: np.ndarray
     tile_chunk: np.ndarray
@@ -135,15 +147,20 @@ class Layout:
     tile_end: np.ndarray
     tile_offset: np.ndarray
 
-    @property
-    def num_chunks(self) -> int:
-        """Number of complete chunks."""
-        return int(self.chunks[-1])
-
     @cached_property
     def chunk_counts(self) -> tuple[int, ...]:
         """Number of complete chunks of every sequence."""
-        return tuple(np.diff(self.chunks).tolist())
+        return tuple(n // self.shape.chunk for n in self.lengths)
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Number of complete chunks."""
+        return sum(self.chunk_counts)
+
+    @cached_property
+    def num_pages(self) -> int:
+        """Number of pages of a head in the tables of keys and values."""
+        return self.num_chunks if self.capacity is None else self.capacity * len(self.lengths)
 
     @property
     def num_tiles(self) -> int:
@@ -160,8 +177,9 @@ class Layout:
         """First row of every complete chunk, in a tensor with one row per key of all sequences."""
         lengths = np.array(self.lengths, np.int64)
         first = np.cumsum(lengths) - lengths
-        sequence = np.repeat(np.arange(len(self.lengths)), np.diff(self.chunks))
-        return first[sequence] + (np.arange(self.num_chunks) - self.chunks[sequence]) * self.shape.chunk
+        counts = np.array(self.chunk_counts, np.int64)
+        number = np.arange(self.num_chunks) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(first, counts) + number * self.shape.chunk
 
     @property
     def first_tiles(self) -> np.ndarray:
@@ -178,96 +196,11 @@ class Layout:
         """Return `chunk_rows` on a device."""
         return _rows_of_chunks(self, device)
 
-    def slabs(self, device: torch.device, bundle: int, most: int | None = None) -> list[Slab]:
-        """Return the tiles for kernels, in slabs of at most `most` visible chunks, or of a single tile.
-
-        Without `most`, there is one slab, whose offsets are those of the layout. In each slab, tiles that see most chunks
-        come first.
-
-        Args:
-            bundle: Maximum number of tiles per bundle.
-        """
-        return _slabs(self, device, bundle, most)
-
-
-@dataclass(frozen=True, eq=False)
-class Slab:
-    """Some tiles of a layout, as a table that kernels read.
-
-    Attributes:
-        tiles: `[tiles, 8]`: first row of q, number of rows, first visible chunk, number of visible chunks, first exact
-            row of k, end of the exact rows for the first query, number of visible chunks of the tiles before, number of
-            tiles before.
-        bundles: `[bundles, 2]`: first tile and number of tiles. The tiles of a bundle see the same chunks of the same
-            sequence, at least one.
-        chunks: Number of visible chunks of all tiles.
-    """
-
-    tiles: Tensor
-    bundles: Tensor
-    chunks: int
-
-    @cached_property
-    def num_tiles(self) -> int:
-        """Number of tiles."""
-        return len(self.tiles)
-
-    @cached_property
-    def num_bundles(self) -> int:
-        """Number of bundles."""
-        return len(self.bundles)
-
 
 @lru_cache(maxsize=64)
 def _rows_of_chunks(layout: Layout, device: torch.device) -> Tensor:
     with lasting():
         return torch.from_numpy(layout.chunk_rows.astype(np.int32)).to(device)
-
-
-@lru_cache(maxsize=64)
-def _slabs(layout: Layout, device: torch.device, bundle: int, most: int | None) -> list[Slab]:
-    order = np.argsort(-layout.tile_chunks, kind="stable")
-    rows, visible = layout.tile_row, layout.tile_chunks
-    parts = [rows[:-1], np.diff(rows), layout.tile_chunk, visible, layout.tile_exact, layout.tile_end]
-    columns = np.stack([*parts, layout.tile_offset[:-1], np.arange(len(visible))], 1)[order]
-    slabs = []
-    for members in _deal(columns[:, 3], bundle, most):
-        part = columns[members]
-        if most is not None:
-            part[:, 6], part[:, 7] = np.cumsum(part[:, 3]) - part[:, 3], np.arange(len(part))
-        bundles = _bundles(layout.tile_sequence[order][members], part[:, 3], bundle)
-        with lasting():
-            tiles, bundled = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (part, bundles))
-        slabs.append(Slab(tiles, bundled, int(part[:, 3].sum())))
-    return slabs if len(columns) else []
-
-
-def _deal(visible: np.ndarray, bundle: int, most: int | None) -> list[np.ndarray]:
-    """Return the tiles of every slab, given the number of visible chunks of all tiles, in descending order.
-
-    Tiles are dealt out in turn, a bundle at a time: every slab begins with long ones and ends with short ones, which keep a
-    GPU busy while the long ones finish.
-    """
-    tiles = np.arange(len(visible))
-    number = 1 if most is None else -(-int(visible.sum()) // max(1, most))
-    while True:
-        number = max(1, min(number, len(tiles)))
-        slab = tiles // min(bundle, max(1, len(tiles) // number)) % number
-        chunks = np.bincount(slab, visible, number)
-        if most is None or number == len(tiles) or chunks.max(initial=0) <= most:
-            return [tiles[slab == i] for i in range(number)]
-        number += max(1, number // 8)
-
-
-def _bundles(sequence: np.ndarray, visible: np.ndarray, most: int) -> np.ndarray:
-    """Return `[bundles, 2]` the first tile and the number of tiles of runs with the same sequence and visible chunks."""
-    tiles = len(sequence)
-    starts = np.ones(tiles, bool)
-    starts[1:] = (sequence[1:] != sequence[:-1]) | (visible[1:] != visible[:-1])
-    run = np.maximum.accumulate(np.where(starts, np.arange(tiles), 0))
-    first = np.flatnonzero((np.arange(tiles) - run) % most == 0)
-    bundles = np.stack([first, np.diff(np.append(first, tiles))], 1)
-    return bundles[visible[first] > 0]
 
 
 def layout_of(
@@ -277,13 +210,13 @@ def layout_of(
     *,
     shape: Shape,
     causal: bool,
-    queries_name: str = "query_lengths",
+    capacity: int | None = None,
 ) -> Layout:
     """Check the lengths and return the layout, from a cache if the same was built before."""
     keys = _lengths("lengths", lengths, None)
-    rows = keys if queries is None else _lengths(queries_name, queries, keys if causal else None, len(keys))
+    rows = keys if queries is None else _lengths("query_lengths", queries, keys if causal else None, len(keys))
     held = keys if recent is None else _lengths("recent", recent, keys, len(keys))
-    return _build(keys, rows, held, shape, causal)
+    return _build(keys, rows, held, shape, causal, capacity)
 
 
 def _lengths(name: str, values: Any, most: tuple[int, ...] | None, count: int | None = None) -> tuple[int, ...]:
@@ -303,11 +236,17 @@ def _lengths(name: str, values: Any, most: tuple[int, ...] | None, count: int | 
 
 @lru_cache(maxsize=64)
 def _build(
-    lengths: tuple[int, ...], queries: tuple[int, ...], recent: tuple[int, ...], shape: Shape, causal: bool
+    lengths: tuple[int, ...],
+    queries: tuple[int, ...],
+    recent: tuple[int, ...],
+    shape: Shape,
+    causal: bool,
+    capacity: int | None,
 ) -> Layout:
     keys, rows, held = (np.array(x, np.int64) for x in (lengths, queries, recent))
     tile, chunk = shape.tile, shape.chunk
-    chunks = np.concatenate([[0], np.cumsum(keys // chunk)])
+    chunks = keys // chunk
+    starts = np.cumsum(chunks) - chunks if capacity is None else np.arange(len(keys)) * capacity
     first_key, first_row = np.cumsum(held) - held, np.cumsum(rows) - rows
     before = keys - rows if causal else np.zeros_like(keys)  # position of the first query
     first_tile = before // tile
@@ -335,10 +274,11 @@ def _build(
         recent=recent,
         shape=shape,
         causal=causal,
-        chunks=chunks,
+        capacity=capacity,
+        starts=starts,
         tile_sequence=sequence,
         tile_row=np.append(row, rows.sum()),
-        tile_chunk=chunks[sequence],
+        tile_chunk=starts[sequence],
         tile_chunks=visible,
         tile_exact=first_key[sequence] + exact - hidden,
         tile_end=first_key[sequence] + end - hidden,

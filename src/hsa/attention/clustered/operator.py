@@ -101,9 +101,12 @@ def cluster(
 
 
 def _build(k: Tensor, v: Tensor, layout: Layout, windows: bool) -> ClusteredKeys:
-    if needs_gradient(k, v) or why_not_cluster(k, v, layout.shape):
+    if why_not_cluster(k, v, layout.shape):
         return build_keys(k, v, layout, windows=windows)
-    from hsa.attention.clustered.triton.cluster import build_keys as build_by_kernel
+    if needs_gradient(k, v):
+        from hsa.attention.clustered.triton.gradient import build_keys_with_gradient as build_by_kernel
+    else:
+        from hsa.attention.clustered.triton.cluster import build_keys as build_by_kernel
 
     with available.device_of(k):
         return build_by_kernel(k, v, layout, windows=windows)

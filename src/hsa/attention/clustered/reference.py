@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hsa.attention.clustered.call import ClusteredCall, SelectCall
-from hsa.attention.clustered.keys import build_keys
+from hsa.attention.clustered.keys import build_keys, levels_of
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.selection import NEVER, TileSelection
 
@@ -43,12 +43,13 @@ def _wanted(call: SelectCall, tile: int, row: int, head: int, kv_head: int) -> l
     layout, shape = call.layout, call.layout.shape
     dtype = torch.promote_types(call.q.dtype, torch.float32)
     q = call.q[row, head].to(dtype) * call.scale
-    tables = [level[kv_head].to(dtype) for level in levels_of(call.keys.k, layout)]
+    levels = [level[kv_head].flatten(0, 1).to(dtype) for level in levels_of(call.keys.k, shape)]
+    spreads = call.keys.spread[kv_head].flatten(0, 1).to(dtype)
     first_chunk, chunks = int(layout.tile_chunk[tile]), int(layout.tile_chunks[tile])
     estimates = []
     for group in range(first_chunk * shape.groups, (first_chunk + chunks) * shape.groups):
-        estimate = q @ tables[1][group] + math.log(shape.group)
-        estimate = estimate + call.spread * (q @ call.keys.spread[kv_head, group].to(dtype)).abs()
+        estimate = q @ levels[1][group] + math.log(shape.group)
+        estimate = estimate + call.spread * (q @ spreads[group]).abs()
         estimates.append(estimate)
     if call.threshold is None:
         assert call.top_k is not None
@@ -56,7 +57,7 @@ def _wanted(call: SelectCall, tile: int, row: int, head: int, kv_head: int) -> l
         return [g for g, estimate in enumerate(estimates) if best and estimate >= best[-1]]
     masses = [q @ call.k[key, kv_head].to(dtype) for key in _exact_keys(layout, tile, row)]
     for node in range(first_chunk * shape.branching[2], (first_chunk + chunks) * shape.branching[2]):
-        masses.append(q @ tables[2][node] + math.log(shape.node))
+        masses.append(q @ levels[2][node] + math.log(shape.node))
     bound = torch.stack(masses).logsumexp(0) + math.log(call.threshold)
     return [g for g, estimate in enumerate(estimates) if estimate >= bound]
 
@@ -65,11 +66,6 @@ def _exact_keys(layout: Layout, tile: int, row: int) -> range:
     """Return the rows of k that a query sees exactly."""
     more = row - int(layout.tile_row[tile]) if layout.causal else 0
     return range(int(layout.tile_exact[tile]), int(layout.tile_end[tile]) + more)
-
-
-def levels_of(table: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-    """Split a table into its keys, groups, nodes and chunks."""
-    return table.split([layout.num_chunks * rows for rows in layout.shape.rows], 1)
 
 
 def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
@@ -96,10 +92,10 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
                 opening = selection.tile(tile)[0, head // (heads // selection.lists)]
                 is_open = (opening <= row - int(layout.tile_row[tile])).tolist()
                 for level, index in _entries(layout, int(layout.tile_chunk[tile]), is_open):
-                    k, v = (levels_of(table, layout)[level][kv_head, index].to(dtype) for table in (keys.k, keys.v))
+                    k, v = (levels_of(x, layout.shape)[level][kv_head].flatten(0, 1)[index] for x in (keys.k, keys.v))
                     size = (1, layout.shape.group, layout.shape.node, layout.shape.chunk)[level]
-                    logits.append(q @ k + math.log(size) + (bias if level else 0.0))
-                    values.append(v)
+                    logits.append(q @ k.to(dtype) + math.log(size) + (bias if level else 0.0))
+                    values.append(v.to(dtype))
                 stacked = torch.stack(logits)
                 weights = torch.nn.functional.dropout(stacked.softmax(0), call.dropout_p)
                 outputs.append(weights @ torch.stack(values))

@@ -130,7 +130,7 @@ class Lists:
 
     @property
     def rows(self) -> Tensor:
-        """Rows of the tables."""
+        """Rows of the pages, counted from the first page of a head."""
         return self.entries >> _kind_bits(self.queries)
 
     @property
@@ -150,18 +150,18 @@ def _kind_bits(queries: int) -> int:
 def lists_of(first: Tensor, layout: Layout, rows: int, first_chunk: int) -> Lists:
     """Lower `first` `[…, groups]` of a tile with this number of queries to lists of rows.
 
-    The groups are those of consecutive chunks from `first_chunk` on.
+    The groups are those of consecutive chunks, whose pages begin with `first_chunk`.
     """
     flat, device, bits = first.flatten(0, -2), first.device, _kind_bits(rows)
     intervals = intervals_of(flat, layout, rows)
     # All keys of a group have one interval: they are one unit, like each mean.
-    units, sizes, base = [], [], 0  # entry of a unit's first row without its interval, and number of rows
-    for level, per_chunk in enumerate(layout.shape.rows):
-        number, size = intervals.begin[level].shape[1], layout.shape.group if level == 0 else 1
-        row = torch.arange(number, device=device) * size + (base + first_chunk * per_chunk)
+    units, sizes, shape = [], [], layout.shape  # entry of a unit's first row without its interval, and number of rows
+    for level, (per_chunk, start) in enumerate(zip(shape.rows, shape.starts, strict=True)):
+        number, size = intervals.begin[level].shape[1], shape.group if level == 0 else 1
+        row = torch.arange(number, device=device) * size
+        row = (first_chunk + row // per_chunk) * shape.page + start + row % per_chunk
         units.append((row << bits) + level * (rows + 1) ** 2)
         sizes.append(torch.full_like(row, size))
-        base += layout.num_chunks * per_chunk
     begin, end = torch.cat(intervals.begin, 1), torch.cat(intervals.end, 1)
     index = (begin < end).view(-1).nonzero().squeeze(1)
     which, unit = index // begin.shape[1], index % begin.shape[1]

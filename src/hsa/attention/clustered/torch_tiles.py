@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hsa.attention.clustered.call import ClusteredCall, SelectCall
-from hsa.attention.clustered.keys import ClusteredKeys, build_keys
+from hsa.attention.clustered.keys import ClusteredKeys, build_keys, levels_of
 from hsa.attention.clustered.layout import Layout, Shape
 from hsa.attention.clustered.selection import NEVER, Lists, TileSelection, lists_of
 from hsa.tree.lasting import lasting
@@ -120,12 +120,10 @@ def _estimate_table(call: SelectCall) -> Tensor:
 
     The larger one of the two products with (q, log |G|) is the estimate of a group.
     """
-    shape, chunks = call.layout.shape, call.layout.num_chunks
     dtype = torch.promote_types(call.q.dtype, torch.float32)
-    begin = chunks * shape.chunk
-    table = call.keys.k[:, begin : begin + chunks * shape.groups].to(dtype).unflatten(1, (chunks, 1, shape.groups))
+    table = levels_of(call.keys.k, call.layout.shape)[1].to(dtype).unsqueeze(2)  # [kv_heads, chunks, 1, groups, dim]
     if call.spread:
-        spread = call.keys.spread.to(dtype).unflatten(1, (chunks, 1, shape.groups)) * call.spread
+        spread = call.keys.spread.to(dtype).unsqueeze(2) * call.spread
         table = torch.cat([table + spread, table - spread], 2)
     return F.pad(table, (0, 1), value=1.0).permute(1, 2, 3, 0, 4).contiguous()
 
@@ -179,8 +177,8 @@ def _products(table: Tensor, rows: Tensor) -> Tensor:
 def _normalizer(call: SelectCall, q: Tensor, block: Block, exact: Tensor | None) -> Tensor:
     """Return `[heads, tiles, queries]` the log-sum-exp of the exact logits and of the pooled nodes."""
     layout, shape = call.layout, call.layout.shape
-    begin = layout.num_chunks * (shape.chunk + shape.groups) + block.first_chunk * shape.rows[2]
-    nodes = call.keys.k[:, begin : begin + block.chunks * shape.rows[2]].to(q.dtype)
+    nodes = levels_of(call.keys.k, shape)[2][:, block.first_chunk : block.first_chunk + block.chunks]
+    nodes = nodes.flatten(1, 2).to(q.dtype)
     pooled = torch.bmm(nodes, q.view(len(nodes), -1, q.shape[3]).transpose(1, 2))
     lse = _softmax(pooled)[2].view(q.shape[:3]) + math.log2(shape.node)
     if exact is not None:
@@ -330,8 +328,9 @@ def _attend_batch(
         head: `[batch]` first head of each list.
     """
     batch, share, queries, dim = q.shape
-    rows = lists.rows + (head // (call.q.shape[1] // len(keys.k)) * keys.k.shape[1])[:, None]
-    k, v = (t.flatten(0, 1).index_select(0, rows.view(-1)).to(q.dtype) for t in (keys.k, keys.v))
+    rows_per_head = keys.k.shape[1] * keys.k.shape[2]
+    rows = lists.rows + (head // (call.q.shape[1] // len(keys.k)) * rows_per_head)[:, None]
+    k, v = (t.flatten(0, 2).index_select(0, rows.view(-1)).to(q.dtype) for t in (keys.k, keys.v))
     kinds = lists.kinds
     mask = _masks(queries, call.layout.shape, q.dtype, q.device).index_select(0, kinds.view(-1))
     logits = mask.view(batch, -1, 1, queries).expand(-1, -1, share, -1).contiguous()

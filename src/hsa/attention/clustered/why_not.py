@@ -21,8 +21,6 @@ def why_not_triton(call: ClusteredCall) -> list[str]:
     reasons = _why_not(call.q, call.v, call)
     if reasons:
         return reasons
-    if call.needs_gradient:
-        reasons.append("it has no gradients")
     if call.dropout_p > 0:
         reasons.append("it has no dropout")
     return reasons
@@ -41,7 +39,7 @@ def _why_not(q: Tensor, v: Tensor, call: ClusteredCall | SelectCall) -> list[str
     chunks = int(call.layout.tile_chunks.max(initial=0))
     if chunks * shape.groups > MOST_GROUPS:
         reasons.append(f"a sequence has {chunks * shape.groups:,} groups, more than {MOST_GROUPS:,}")
-    if chunks * shape.chunk * max(q.shape[2], v.shape[2]) >= MOST_NUMBERS:
+    if chunks * shape.page * max(q.shape[2], v.shape[2]) >= MOST_NUMBERS:
         reasons.append(f"a sequence has {chunks * shape.chunk:,} keys, too many for heads this wide")
     if (call.top_k or 0) > MOST_KEPT:
         reasons.append(f"top_k={call.top_k} is more than {MOST_KEPT}")

@@ -9,18 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hsa.attention.clustered.triton.tiles import load_queries, load_tile
+from hsa.attention.clustered.triton.tiles import (
+    interval_of,
+    is_active,
+    load_queries,
+    load_rows,
+    load_tile,
+    of_members,
+    rows_of_groups,
+)
 
 MOST_MASS: tl.constexpr = tl.constexpr(2.0**64)
 """Limit of the sum of weights with a fixed reference, and of its inverse: no weight that matters overflows or vanishes."""
-
-
-@triton.jit
-def _rows(table, index, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Load rows of a table `[rows, WIDTH]`, padded with zeros to a power of two."""
-    column = tl.arange(0, PADDED)
-    at = table + index[:, None] * stride + column[None, :]
-    return tl.load(at) if WIDTH == PADDED else tl.load(at, mask=column[None, :] < WIDTH, other=0.0)
 
 
 @triton.jit
@@ -46,8 +46,8 @@ def _step(logit, values, top, mass, out, scale, PRECISION: tl.constexpr, FIXED: 
 
 @triton.jit
 def attend(
-    q, k, v, k_table, v_table, key_list, pooled_rows, pooled_kinds, counts, tiles, bias, out, lse,
-    num_tiles, heads, kv_heads, lists, chunks, q_row, q_head, k_row, k_head, v_row, v_head, scale,
+    q, k, v, k_pages, v_pages, key_list, pooled_rows, pooled_kinds, counts, tiles, bias, out, lse,
+    num_tiles, heads, kv_heads, lists, pages, q_row, q_head, k_row, k_head, v_row, v_head, scale,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, BIASED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
@@ -57,7 +57,7 @@ def attend(
     number = tl.program_id(0) % num_tiles
     kv_head = (head // (heads // kv_heads)).to(tl.int64)
     listed = head // (heads // lists)
-    row, count, first_chunk, visible, exact, end, offset, before = load_tile(tiles, number)
+    row, count, first_chunk, visible, exact, end, _, offset, tile = load_tile(tiles, number)
     query = tl.arange(0, TILE)
     there = query < count
     to_lse = lse + (row + query).to(tl.int64) * heads + head
@@ -65,7 +65,7 @@ def attend(
         is_done = tl.abs(tl.load(to_lse, mask=there, other=0.0)) < float("inf")
         if tl.sum(is_done.to(tl.int32), 0) == TILE:
             return
-    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM)
+    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, DIM)
     top = tl.full([TILE], float("-inf"), tl.float32)
     mass = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE, DV], tl.float32)
@@ -78,33 +78,32 @@ def attend(
     for begin in range(0, last, BLOCK):
         key = begin + tl.arange(0, BLOCK)
         near = tl.minimum(key, last - 1)
-        logit = tl.dot(x, tl.trans(_rows(k, near, k_row, DIM, DIM)), input_precision=PRECISION)
+        logit = tl.dot(x, tl.trans(load_rows(k, near, k_row, DIM, DIM)), input_precision=PRECISION)
         logit = tl.where(key[None, :] < limit[:, None], logit, float("-inf"))
-        top, mass, total = _step(logit, _rows(v, near, v_row, VALUE_DIM, DV), top, mass, total, scale, PRECISION)
+        top, mass, total = _step(logit, load_rows(v, near, v_row, VALUE_DIM, DV), top, mass, total, scale, PRECISION)
 
     # Pooled rows. Entries are loaded one step ahead, because the addresses of keys and values depend on them.
-    k_table += kv_head * chunks * (CHUNK + GROUPS + NODES + 1) * DIM
-    v_table += kv_head * chunks * (CHUNK + GROUPS + NODES + 1) * VALUE_DIM
+    PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
+    k_pages += kv_head * pages * (PAGE * DIM)
+    v_pages += kv_head * pages * (PAGE * VALUE_DIM)
     base = (offset.to(tl.int64) * lists + listed * visible) * GROUPS
-    counts += (listed * num_tiles + number) * 2
+    counts += (tile * lists + listed) * 2
     num_pooled = tl.load(counts + 1)
-    at = base + (before * lists + listed).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = base + (number * lists + listed).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     pooled_bias = tl.load(bias + head) if BIASED else 0.0
     rows = tl.load(pooled_rows + at, mask=num_pooled > 0, other=0)
     kind = tl.load(pooled_kinds + at, mask=num_pooled > 0, other=0)
     for begin in range(0, num_pooled, BLOCK):
-        log_count = (kind & -(2**22)).to(tl.float32, bitcast=True)
+        log_count, since, active = interval_of(kind)
         if BIASED:
             log_count += pooled_bias
-        since, active = kind >> 8 & 127, (kind & 255).to(tl.uint32)
         pooled = rows.to(tl.int64)
         following = tl.minimum(begin + BLOCK, (num_pooled - 1) // BLOCK * BLOCK)
         rows, kind = tl.load(pooled_rows + at + following), tl.load(pooled_kinds + at + following)
-        logit = tl.dot(x, tl.trans(_rows(k_table, pooled, DIM, DIM, DIM)), input_precision=PRECISION)
-        # One comparison: the difference of earlier queries is negative, and large as an unsigned integer.
-        is_active = (query[:, None] - since[None, :]).to(tl.uint32) < active[None, :]
-        logit = tl.where(is_active, logit * scale + log_count[None, :], float("-inf"))
-        values = _rows(v_table, pooled, VALUE_DIM, VALUE_DIM, DV)
+        logit = tl.dot(x, tl.trans(load_rows(k_pages, pooled, DIM, DIM, DIM)), input_precision=PRECISION)
+        is_seen = is_active(query[:, None], since[None, :], active[None, :])
+        logit = tl.where(is_seen, logit * scale + log_count[None, :], float("-inf"))
+        values = load_rows(v_pages, pooled, VALUE_DIM, VALUE_DIM, DV)
         top, mass, total = _step(logit, values, top, mass, total, 1.0, PRECISION)
 
     # Keys of open groups. The largest logit so far remains the reference of their weights, which saves a tenth of the time.
@@ -112,19 +111,18 @@ def attend(
     if FIXED:
         top = tl.where(top == float("-inf"), 0.0, top)
     SIZE: tl.constexpr = CHUNK // GROUPS
-    k_table += first_chunk.to(tl.int64) * CHUNK * DIM
-    v_table += first_chunk.to(tl.int64) * CHUNK * VALUE_DIM
+    k_pages += first_chunk.to(tl.int64) * (PAGE * DIM)
+    v_pages += first_chunk.to(tl.int64) * (PAGE * VALUE_DIM)
     step = tl.arange(0, ENTRIES)
-    key_list += base + (before * lists + listed).to(tl.int64) * ENTRIES
+    key_list += base + (number * lists + listed).to(tl.int64) * ENTRIES
     num_open = tl.load(counts)
     opened = tl.load(key_list + step, mask=num_open > 0, other=0)
     for begin in range(0, num_open, ENTRIES):
-        keys = tl.reshape(((opened >> 8) * SIZE)[:, None] + tl.arange(0, SIZE)[None, :], [ENTRIES * SIZE])
-        since = tl.reshape(tl.broadcast_to((opened & 255)[:, None], [ENTRIES, SIZE]), [ENTRIES * SIZE])
+        keys, since = rows_of_groups(opened >> 8, SIZE, GROUPS, PAGE), of_members(opened & 255, SIZE)
         opened = tl.load(key_list + tl.minimum(begin + ENTRIES, (num_open - 1) // ENTRIES * ENTRIES) + step)
-        logit = tl.dot(x, tl.trans(_rows(k_table, keys, DIM, DIM, DIM)), input_precision=PRECISION)
+        logit = tl.dot(x, tl.trans(load_rows(k_pages, keys, DIM, DIM, DIM)), input_precision=PRECISION)
         logit = tl.where(query[:, None] >= since[None, :], logit, float("-inf"))
-        values = _rows(v_table, keys, VALUE_DIM, VALUE_DIM, DV)
+        values = load_rows(v_pages, keys, VALUE_DIM, VALUE_DIM, DV)
         top, mass, total = _step(logit, values, top, mass, total, scale, PRECISION, FIXED)
 
     total = total / tl.where(mass > 0, mass, 1.0)[:, None]

@@ -7,22 +7,21 @@ one block, and their power iterations and coordinates are sums along its dimensi
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hsa.attention.clustered.keys import ITERATIONS, ClusteredKeys, start_direction
-from hsa.attention.clustered.layout import Layout
+from hsa.attention.clustered.keys import EIGHT_BITS, ITERATIONS, UNIT, ClusteredKeys, start_direction
+from hsa.attention.clustered.layout import Layout, Shape
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels import available
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.triton.launch import INTERPRETED, Launcher, Prepared, compiled_for
 from hsa.tree.lasting import lasting
 
-SCORE_UNITS = {torch.float8_e4m3fn: 0.25}
-"""Factor of means and spreads in the table of scores, by its dtype, 1 by default. The largest 8-bit number is 448."""
 WIDE = 64
 """Head dim up to which registers are limited, so that two programs fit a multiprocessor."""
 
@@ -31,24 +30,22 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
     """Return the clustered keys of packed k `[keys, kv_heads, dim]` and v."""
     k, v = aligned(k), aligned(v)
     shape, chunks, (_, heads, dim), value_dim = layout.shape, layout.num_chunks, k.shape, v.shape[2]
-    rows, groups, nodes = chunks * sum(shape.rows), chunks * shape.groups, shape.branching[2]
-    parts = [heads * rows * dim, heads * rows * value_dim, heads * groups * dim]
-    tables = k.new_empty(sum(parts)).split(parts)
+    parts = [heads * chunks * shape.page * dim, heads * chunks * shape.page * value_dim]
+    pages = k.new_empty(sum(parts)).split(parts)
+    dtype, number = scores_of(k.dtype, k.device)
     keys = ClusteredKeys(
-        k=tables[0].view(heads, rows, dim),
-        v=tables[1].view(heads, rows, value_dim),
-        spread=tables[2].view(heads, groups, dim),
-        order=None if windows else k.new_empty(heads, chunks * shape.chunk, dtype=torch.int16),
+        k=pages[0].view(heads, chunks, shape.page, dim),
+        v=pages[1].view(heads, chunks, shape.page, value_dim),
+        scores=k.new_empty(heads, chunks, shape.branching[2], number, shape.branching[1], dim, dtype=dtype),
+        order=None if windows else k.new_empty(heads, chunks, shape.chunk, dtype=torch.int16),
         chunks=layout.chunk_counts,
         shape=shape,
-        scores=k.new_empty(heads, chunks * nodes, 2, shape.branching[1], dim, dtype=_score_dtype(k.dtype, k.device)),
     )
     if chunks:
         strides = (*k.stride()[:2], *v.stride()[:2])
-        kernel = _kernel(layout, k.dtype, k.device, heads, dim, value_dim, strides, windows)
-        order = keys.spread if keys.order is None else keys.order
-        rows_of_chunks, start = layout.rows_of_chunks(k.device), _start(dim, k.device)
-        tensors = (k, v, rows_of_chunks, keys.k, keys.v, keys.spread, keys.scores, order, start)
+        kernel = _kernel(layout, k.dtype, heads, dim, value_dim, strides, windows, dtype, number)
+        order = keys.scores if keys.order is None else keys.order  # not written for windows
+        tensors = (k, v, layout.rows_of_chunks(k.device), keys.k, keys.v, keys.scores, order, start_of(dim, k.device))
         kernel(chunks * heads, (*tensors, chunks, heads, *strides))
     return keys
 
@@ -57,31 +54,44 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
 def _kernel(
     layout: Layout,
     dtype: torch.dtype,
-    device: torch.device,
     heads: int,
     dim: int,
     value_dim: int,
     strides: tuple[int, ...],
     windows: bool,
+    scores: torch.dtype,
+    parts: int,
 ) -> Prepared:
-    shape = layout.shape
+    key = dtype, compiled_for(layout.num_chunks, heads, *strides)
+    return Prepared(_cluster, key, constants_of(layout.shape, dim, value_dim, windows, scores, parts))
+
+
+def constants_of(
+    shape: Shape, dim: int, value_dim: int, windows: bool, scores: torch.dtype, parts: int
+) -> dict[str, Any]:
+    """Return the compile-time constants of `cluster_chunk`, and launch options."""
     constants = {
         "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": dim, "VALUE_DIM": value_dim,
-        "DV": padded(value_dim), "WINDOWS": windows, "ITERATIONS": ITERATIONS,
-        "UNIT": SCORE_UNITS.get(_score_dtype(dtype, device), 1.0), "num_warps": 8,
+        "DV": padded(value_dim), "WINDOWS": windows, "ITERATIONS": ITERATIONS, "PARTS": parts,
+        "UNIT": unit_of(scores), "num_warps": 8,
     }  # fmt: skip
-    key = dtype, compiled_for(layout.num_chunks, heads, *strides)
-    return Prepared(_cluster, key, constants | ({"maxnreg": 128} if dim <= WIDE else {}))
+    return constants | ({"maxnreg": 128} if dim <= WIDE else {})
 
 
-def _score_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of scores: 8 bits for half precision, if the GPU multiplies 8-bit numbers."""
+def scores_of(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, int]:
+    """Return the dtype and the parts of `ClusteredKeys.scores`: two in 8 bits for half precision, if the GPU has them."""
     small = dtype.itemsize == 2 and not INTERPRETED and available.capability(device) >= (8, 9)
-    return torch.float8_e4m3fn if small else dtype
+    return (EIGHT_BITS, 2) if small else (dtype, 1)
+
+
+def unit_of(scores: torch.dtype) -> float:
+    """Return the factor of means and spreads in scores of this type."""
+    return UNIT if scores == EIGHT_BITS else 1.0
 
 
 @lru_cache(maxsize=8)
-def _start(dim: int, device: torch.device) -> Tensor:
+def start_of(dim: int, device: torch.device) -> Tensor:
+    """Return the start of power iterations on a device."""
     with lasting():
         return start_direction(dim, device).to(torch.float32)
 
@@ -137,57 +147,54 @@ def _sorted(
 
 @triton.jit
 def _pool(
-    source, row_stride, table, number, group, chunk, chunks,
+    source, row_stride, page, number, group,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Store keys or values and the means of groups, nodes and chunk in a table, and return the former `[groups, keys, D]`.
+    """Store keys or values and the means of groups, nodes and chunk in a page, and return the former `[groups, keys, D]`.
 
     Args:
-        source: First row of the chunk.
+        source: First row of the chunk. It may be that of the page.
         number: `[groups, keys]` rows of the chunk.
-        group: `[groups]` index of each group in the table.
+        group: `[groups]` index of each group in the page.
     """
     SIZE: tl.constexpr = CHUNK // GROUPS
     PER_NODE: tl.constexpr = GROUPS // NODES
     column = tl.arange(0, D)
     there = column < DIM
     x = tl.load(source + number[:, :, None] * row_stride + column[None, None, :], mask=there[None, None, :], other=0.0)
-    slot = (chunk * CHUNK + group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]).to(tl.int64)
-    tl.store(table + slot[:, :, None] * DIM + column[None, None, :], x, mask=there[None, None, :])
+    tl.debug_barrier()  # all rows are read before any is written
+    row = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(page + row[:, :, None] * DIM + column[None, None, :], x, mask=there[None, None, :])
     mean = tl.sum(x.to(tl.float32), 1) / SIZE
-    row = (chunks * CHUNK + chunk * GROUPS + group).to(tl.int64)
-    tl.store(table + row[:, None] * DIM + column[None, :], mean.to(x.dtype), mask=there[None, :])
+    tl.store(page + (CHUNK + group)[:, None] * DIM + column[None, :], mean.to(x.dtype), mask=there[None, :])
     mean = tl.sum(tl.reshape(mean, [NODES, PER_NODE, D]), 1) / PER_NODE
     node = tl.min(tl.reshape(group, [NODES, PER_NODE]), 1) // PER_NODE
-    row = (chunks * (CHUNK + GROUPS) + chunk * NODES + node).to(tl.int64)
-    tl.store(table + row[:, None] * DIM + column[None, :], mean.to(x.dtype), mask=there[None, :])
-    row = (chunks * (CHUNK + GROUPS + NODES) + chunk).to(tl.int64)
-    tl.store(table + row * DIM + column, (tl.sum(mean, 0) / NODES).to(x.dtype), mask=there)
+    tl.store(page + (CHUNK + GROUPS + node)[:, None] * DIM + column[None, :], mean.to(x.dtype), mask=there[None, :])
+    tl.store(page + (CHUNK + GROUPS + NODES) * DIM + column, (tl.sum(mean, 0) / NODES).to(x.dtype), mask=there)
     return x
 
 
 @triton.jit
-def cluster(
-    k, v, chunk_rows, k_table, v_table, spread, scores, order, start, chunks, heads, k_row, k_head, v_row, v_head,
+def cluster_chunk(
+    k, v, k_row, v_row, k_page, v_page, scores, order, start,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, UNIT: tl.constexpr,
+    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    chunk = tl.program_id(0) // heads
-    first = tl.load(chunk_rows + chunk).to(tl.int64)
-    k += first * k_row + head * k_head
-    v += first * v_row + head * v_head
+    """Sort the keys of a chunk of one head into groups, and pool them.
+
+    Args:
+        k, v: First row of the chunk, which may be that of its page.
+        k_page, v_page, scores, order: Memory for the results of this chunk and head.
+        start: Start of power iterations.
+    """
     column = tl.arange(0, DIM)
     from_direction = tl.load(start + column)
     SIZE: tl.constexpr = CHUNK // GROUPS
+    PER_NODE: tl.constexpr = GROUPS // NODES
     group = tl.arange(0, GROUPS)
     number = tl.reshape(tl.arange(0, CHUNK), [1, CHUNK])
-    rows = chunks * (CHUNK + GROUPS + NODES + 1)
-    k_table += head * rows * DIM
-    v_table += head * rows * VALUE_DIM
     if not WINDOWS:
-        # The rows of the table that this program fills in the end.
-        scratch = (k_table + (chunk * CHUNK).to(tl.int64) * DIM).to(tl.pointer_type(tl.int32), bitcast=True)
+        scratch = (k_page + CHUNK * DIM).to(tl.pointer_type(tl.int32), bitcast=True)  # the means of groups follow later
         LEVELS: tl.constexpr = _log2(GROUPS)
         for level in tl.static_range(LEVELS):
             number = tl.reshape(number, [1 << level, CHUNK >> level])
@@ -195,22 +202,40 @@ def cluster(
         number = tl.sort(tl.reshape(number, [GROUPS, SIZE]), 1)  # keys of a group in their own order
         # Exclusive or swaps halves of the tree, so that the first key of the chunk comes into the first group.
         group = group ^ tl.sum(tl.where(tl.min(number, 1) == 0, group, 0), 0)
-        to = order + head * (chunks * CHUNK) + chunk * CHUNK + group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-        tl.store(to, number.to(tl.int16))
+        to = order + group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        tl.store(to, number.to(order.dtype.element_ty))
     number = tl.reshape(number, [GROUPS, SIZE])
-    x = _pool(k, k_row, k_table, number, group, chunk, chunks, CHUNK, GROUPS, NODES, DIM, DIM).to(tl.float32)
+    x = _pool(k, k_row, k_page, number, group, CHUNK, GROUPS, NODES, DIM, DIM).to(tl.float32)
     direction = _direction(x, from_direction, SIZE, ITERATIONS)
     direction /= _length(direction)[:, None]
     along = tl.sum(x * direction[:, None, :], 2)
     along -= (tl.sum(along, 1) / SIZE)[:, None]
     direction *= tl.sqrt(tl.sum(along * along, 1) / SIZE)[:, None]
-    to = spread + ((head * chunks + chunk) * GROUPS + group)[:, None] * DIM + column[None, :]
-    tl.store(to, direction.to(spread.dtype.element_ty))
-    row = (head * chunks + chunk) * (2 * GROUPS) + group // (GROUPS // NODES) * (GROUPS // NODES) + group
+    row = group // PER_NODE * (PER_NODE * PARTS) + group % PER_NODE
     to = scores + row[:, None] * DIM + column[None, :]
-    tl.store(to, (tl.sum(x, 1) * (UNIT / SIZE)).to(scores.dtype.element_ty))
-    tl.store(to + GROUPS // NODES * DIM, (direction * UNIT).to(scores.dtype.element_ty))
-    _pool(v, v_row, v_table, number, group, chunk, chunks, CHUNK, GROUPS, NODES, VALUE_DIM, DV)
+    if PARTS == 2:
+        tl.store(to, (tl.sum(x, 1) * (UNIT / SIZE)).to(scores.dtype.element_ty))
+        to += PER_NODE * DIM
+    tl.store(to, (direction * UNIT).to(scores.dtype.element_ty))
+    _pool(v, v_row, v_page, number, group, CHUNK, GROUPS, NODES, VALUE_DIM, DV)
+
+
+@triton.jit
+def cluster(
+    k, v, chunk_rows, k_pages, v_pages, scores, order, start, chunks, heads, k_row, k_head, v_row, v_head,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    chunk = tl.program_id(0) // heads
+    first = tl.load(chunk_rows + chunk).to(tl.int64)
+    page = head * chunks + chunk
+    ROWS: tl.constexpr = CHUNK + GROUPS + NODES + 1
+    cluster_chunk(
+        k + first * k_row + head * k_head, v + first * v_row + head * v_head, k_row, v_row,
+        k_pages + page * (ROWS * DIM), v_pages + page * (ROWS * VALUE_DIM), scores + page * (GROUPS * PARTS * DIM),
+        order + page * CHUNK, start, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, PARTS, UNIT
+    )  # fmt: skip
 
 
 @triton.constexpr_function

@@ -5,24 +5,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hsa.attention.clustered.call import ClusteredCall, SelectCall
 from hsa.attention.clustered.keys import ClusteredKeys
-from hsa.attention.clustered.layout import Layout, Slab
+from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.selection import TileSelection
+from hsa.attention.clustered.slabs import Slab, slabs, slabs_within
 from hsa.attention.clustered.triton import attend as attend_kernels
 from hsa.attention.clustered.triton import select as select_kernels
-from hsa.attention.clustered.triton.cluster import SCORE_UNITS, build_keys
+from hsa.attention.clustered.triton.cluster import build_keys, unit_of
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels.available import padded, shared_memory
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for
 
 SLAB_BYTES = 2**29
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
+KEPT_BYTES = 2**29
+"""Maximum bytes of a selection that is kept for gradients; a larger one is computed again."""
 QUERIES = 128
 """Number of queries that a program selects for, with head dim 64 in half precision; fewer for wider heads."""
 ROWS = 64
@@ -84,7 +87,23 @@ class Sizes:
         return self.step(row_bytes, tile, rows // 2) if rows > 16 else (16, {"num_warps": 4, "num_stages": 1})
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor, lists: int, *others: Tensor) -> Sizes:
+class Scores(NamedTuple):
+    """Form of `ClusteredKeys.scores`."""
+
+    dtype: torch.dtype
+    parts: int
+
+    @classmethod
+    def of(cls, keys: ClusteredKeys) -> Scores:
+        return cls(keys.scores.dtype, keys.scores.shape[3])
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time constants."""
+        return {"PARTS": self.parts, "UNIT": unit_of(self.dtype)}
+
+
+def sizes_of(q: Tensor, k: Tensor, v: Tensor, lists: int, *others: Tensor) -> Sizes:
     return Sizes(
         q.dtype, q.device, q.shape[1], k.shape[1], lists, q.shape[2], v.shape[2],
         (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]), tuple([x.data_ptr() % 16 == 0 for x in others]),
@@ -95,104 +114,135 @@ def select(call: SelectCall) -> TileSelection:
     """Compute `hsa.select_groups` from checked arguments."""
     call = replace(call, q=aligned(call.q), k=aligned(call.k))
     layout, keys = call.layout, call.keys
-    first = call.q.new_empty(int(layout.tile_offset[-1]) * layout.shape.groups * call.lists, dtype=torch.uint8)
+    first = call.q.new_empty(selection_bytes(layout, call.lists), dtype=torch.uint8)
     if len(first):
-        sizes = _sizes(call.q, call.k, keys.v, call.lists, keys.k, keys.spread)
-        (slab,) = layout.slabs(call.q.device, sizes.bundle(layout))
-        _select_tiles(call, sizes, slab, _bounds(call), first)
+        sizes = sizes_of(call.q, call.k, keys.v, call.lists, keys.k, keys.scores)
+        (slab,) = slabs(layout, call.q.device, sizes.bundle(layout))
+        select_tiles(call, sizes, slab, bounds_of(call), first)
         _open_again(call, first)
     return TileSelection(first, layout, call.lists)
+
+
+def selection_bytes(layout: Layout, lists: int) -> int:
+    """Return the size of the selection of all tiles."""
+    return int(layout.tile_offset[-1]) * layout.shape.groups * lists
 
 
 def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     """Compute `hsa.clustered_attention` from checked arguments: the output and its log-sum-exp `[queries, heads]`."""
     call = replace(call, q=aligned(call.q), k=aligned(call.k), v=aligned(call.v))
-    keys = call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows)
+    if call.needs_gradient:
+        from hsa.attention.clustered.triton.gradient import attend_with_gradient
+
+        return attend_with_gradient(call)
+    result = attend_forward(call, call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows))
+    return result.out, result.lse
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Output of a call, and tensors that its gradients need.
+
+    Attributes:
+        selection: Selection of all tiles; None if slabs have selected for themselves.
+        counts: `[tiles, lists, 2]` numbers of open groups and of pooled rows.
+    """
+
+    out: Tensor
+    lse: Tensor
+    selection: Tensor | None
+    counts: Tensor
+
+
+def attend_forward(call: ClusteredCall, keys: ClusteredKeys, keep: bool = False) -> Result:
+    """Select and attend.
+
+    Args:
+        keep: Whether gradients follow. The selection is then kept if it is not too large.
+    """
     q, layout, selection, selecting = call.q, call.layout, call.selection, call.select(keys)
     out = q.new_empty(*q.shape[:2], call.v.shape[2])
-    lse = _bounds(selecting)  # until `attend` has read them
-    if selection is None and call.opened is not None:
+    lse = bounds_of(selecting)  # until `attend` stores the sums
+    fits = keep and selection_bytes(layout, call.lists) <= KEPT_BYTES
+    if selection is None and (fits or call.opened is not None):
         selection = select(selecting)
     lists = call.lists if selection is None else selection.lists
-    given = (keys.k, keys.v, keys.spread) if selection is None else (keys.k, keys.v, keys.spread, selection.first)
-    sizes = _sizes(q, call.k, call.v, lists, *given)
+    given = (keys.k, keys.v, keys.scores) if selection is None else (keys.k, keys.v, keys.scores, selection.first)
+    sizes = sizes_of(q, call.k, call.v, lists, *given)
+    counts = q.new_empty(layout.num_tiles, lists, 2, dtype=torch.int32)
     groups = layout.shape.groups * lists  # per chunk
-    for slab in layout.slabs(
-        q.device, sizes.bundle(layout), None if selection is not None else SLAB_BYTES // (13 * groups)
+    for slab in slabs_within(
+        layout, q.device, sizes.bundle(layout), SLAB_BYTES // (13 * groups), selection is not None
     ):
         held, padding = slab.chunks * groups, slab.num_tiles * lists * ROWS
-        # All but the last start at multiples of 16 bytes, which compiled kernels rely on.
-        parts = [held + padding // layout.shape.group, held + padding, held + padding, held // 4, 2 * padding // ROWS]
-        *listed, first, counts = q.new_empty(sum(parts), dtype=torch.int32).split(parts)
+        # All start at multiples of 16 bytes, which compiled kernels rely on.
+        parts = [held + padding // layout.shape.group, held + padding, held + padding, held // 4]
+        *listed, first = q.new_empty(sum(parts), dtype=torch.int32).split(parts)
         first = first.view(torch.uint8)
         if selection is not None:
             first = selection.first
         elif slab.chunks:
-            _select_tiles(selecting, sizes, slab, lse, first)
+            select_tiles(selecting, sizes, slab, lse, first)
         _attend_tiles(call, keys, sizes, slab, first, [*listed, counts], out, lse)
-    return out, lse
+    return Result(out, lse, None if selection is None else selection.first, counts)
 
 
-def _bounds(call: SelectCall) -> Tensor:
+def bounds_of(call: SelectCall) -> Tensor:
     """Return memory for the estimate from which each query wants a group, `[queries, heads]`."""
     bounds = call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
     return bounds.fill_(math.inf) if call.top_k == 0 else bounds
 
 
 @lru_cache(maxsize=512)
-def _bound_kernel(sizes: Sizes, layout: Layout, slab: Slab, number: int | None, weighs: int) -> Prepared:
-    shape, key = layout.shape, (sizes.key, compiled_for(slab.num_tiles, layout.num_chunks))
+def _bound_kernel(
+    sizes: Sizes, layout: Layout, slab: Slab, scores: Scores, number: int | None, weighs: int
+) -> Prepared:
+    shape, key = layout.shape, (sizes.key, compiled_for(slab.num_tiles, layout.num_pages))
     constants: dict[str, Any] = {
         "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
         "DIM": sizes.dim, "PRECISION": sizes.precision,
     }  # fmt: skip
     if number is not None:
-        constants |= {"SPREAD": weighs, "KEPT": padded(number), "num_stages": 1}
-        return Prepared(_largest, (key, compiled_for(number)), constants)
+        constants |= {**scores.constants, "SPREAD": weighs, "KEPT": padded(number), "num_stages": 1}
+        return Prepared(_largest, (key, scores.dtype, compiled_for(number)), constants)
     block, launch = sizes.step(sizes.dim * sizes.bytes, shape.tile, 64)
     constants |= {"CAUSAL": layout.causal, "LOG_NODE": math.log2(shape.node), "LOG_GROUP": math.log2(shape.group)}
     return Prepared(_normalizers, key, {**constants, "BLOCK": block, **launch})
 
 
 @lru_cache(maxsize=512)
-def _select_kernel(sizes: Sizes, layout: Layout, slab: Slab, scores: torch.dtype | None, weighs: int) -> Prepared:
+def _select_kernel(sizes: Sizes, layout: Layout, slab: Slab, scores: Scores, weighs: int) -> Prepared:
     shape, bundle = layout.shape, sizes.bundle(layout)
     block, launch = sizes.step(2 * sizes.dim * sizes.bytes, bundle * shape.tile, 32)
-    if scores is not None and scores.itemsize == 1 and sizes.dim <= 64:
+    if scores.dtype.itemsize == 1 and sizes.dim <= 64:
         launch["maxnreg"] = 128  # more programs at once hide the latencies of each other
     constants = {
-        "TILE": shape.tile, "TILES": bundle, "GROUPS": shape.groups, "DIM": sizes.dim, "CAUSAL": layout.causal,
-        "TOGETHER": scores is not None, "SPREAD": weighs, "PRECISION": sizes.precision, "BLOCK": block, **launch,
-        "num_warps": 4,
+        "TILE": shape.tile, "TILES": bundle, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
+        "DIM": sizes.dim, "CAUSAL": layout.causal, **scores.constants, "SPREAD": weighs, "PRECISION": sizes.precision,
+        "BLOCK": block, **launch, "num_warps": 4,
     }  # fmt: skip
-    strides = [layout.num_chunks * rows * sizes.dim for rows in (sum(shape.rows), shape.groups, 2 * shape.groups)]
-    return Prepared(_select, (sizes.key, scores, compiled_for(slab.num_bundles, *strides)), constants)
+    return Prepared(_select, (sizes.key, scores.dtype, compiled_for(slab.num_bundles, layout.num_pages)), constants)
 
 
-def _select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, first: Tensor) -> None:
+def select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, first: Tensor) -> None:
     """Write the first query for which each group is open, for some tiles."""
-    q, k, keys, layout, chunks = call.q, call.k, call.keys, call.layout, call.layout.num_chunks
+    q, k, keys, layout, pages = call.q, call.k, call.keys, call.layout, call.layout.num_pages
     weighs = int(call.spread) if call.spread in (0.0, 1.0) else 2  # not at all, with 1, with another weight
-    number, tiles, strides = call.top_k, slab.tiles, sizes.strides
+    number, tiles, strides, scores = call.top_k, slab.tiles, sizes.strides, Scores.of(keys)
     if number != 0:
-        kernel = _bound_kernel(sizes, layout, slab, number, weighs)
-        shared = (slab.num_tiles, sizes.heads, sizes.kv_heads, chunks, *strides[:2])
+        kernel = _bound_kernel(sizes, layout, slab, scores, number, weighs)
+        shared = (slab.num_tiles, sizes.heads, sizes.kv_heads, pages, *strides[:2])
         if number is not None:
-            arguments: tuple[Any, ...] = (q, keys.k, keys.spread, tiles, bounds, *shared, number, call.spread)
+            arguments: tuple[Any, ...] = (q, keys.k, keys.scores, tiles, bounds, *shared, number, call.spread)
         else:
             assert call.threshold is not None
             scales = (call.scale * LOG2_E, math.log2(call.threshold))
             arguments = (q, k, keys.k, tiles, bounds, *shared, *strides[2:4], *scales)
         kernel(slab.num_tiles * sizes.heads, arguments)
-    if keys.scores is None:
-        means, spreads, unit = keys.k[:, chunks * layout.shape.chunk :], keys.spread, 1.0
-    else:
-        means = spreads = keys.scores
-        unit = SCORE_UNITS.get(means.dtype, 1.0)
-    numbers = (slab.num_bundles, sizes.heads, sizes.kv_heads, sizes.lists, means.stride(0), spreads.stride(0))
-    _select_kernel(sizes, layout, slab, None if keys.scores is None else means.dtype, weighs)(
-        slab.num_bundles * sizes.lists,
-        (q, means, spreads, tiles, slab.bundles, bounds, first, *numbers, *strides[:2], call.spread, unit),
+    tensors = (q, keys.k, keys.scores, tiles, slab.bundles, bounds, first)
+    numbers = (slab.num_bundles, sizes.heads, sizes.kv_heads, sizes.lists, pages)
+    _select_kernel(sizes, layout, slab, scores, weighs)(
+        slab.num_bundles * sizes.lists, (*tensors, *numbers, *strides[:2], call.spread)
     )
 
 
@@ -208,30 +258,44 @@ def _open_again(call: SelectCall, first: Tensor) -> None:
             opening[:, : before.shape[1]].masked_fill_(before, 0)
 
 
+def lower_constants(layout: Layout, rows: int, gradient: bool = False) -> dict[str, Any]:
+    """Return the compile-time constants and options of `lower`, for steps of this number of rows."""
+    shape = layout.shape
+    return {
+        "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
+        "ENTRIES": rows // shape.group, "ROWS": rows, "LOG_GROUP": math.log2(shape.group),
+        "LOG_NODE": math.log2(shape.node), "LOG_CHUNK": math.log2(shape.chunk), "BLOCK": 256 // shape.groups,
+        "GRADIENT": gradient, "num_warps": 1,
+    }  # fmt: skip
+
+
+def attend_constants(sizes: Sizes, layout: Layout, rows: int) -> dict[str, Any]:
+    """Return the compile-time constants that `attend` and its gradients share."""
+    shape = layout.shape
+    return {
+        "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": sizes.dim,
+        "VALUE_DIM": sizes.value_dim, "DV": padded(sizes.value_dim), "CAUSAL": layout.causal,
+        "PRECISION": sizes.precision, "BLOCK": rows, "ENTRIES": rows // shape.group,
+    }  # fmt: skip
+
+
 @lru_cache(maxsize=512)
 def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> tuple[Prepared, ...]:
     shape = layout.shape
     rows, options = sizes.step((sizes.dim + padded(sizes.value_dim)) * sizes.bytes, shape.tile, ROWS)
     if sizes.dim + padded(sizes.value_dim) <= 128 and sizes.bytes == 2:
         options["maxnreg"] = 128
-    common = {
-        "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
-        "ENTRIES": rows // shape.group,
-    }  # fmt: skip
-    counts = {
-        "LOG_GROUP": math.log2(shape.group),
-        "LOG_NODE": math.log2(shape.node),
-        "LOG_CHUNK": math.log2(shape.chunk),
-    }
-    constants = common | {
-        "DIM": sizes.dim, "VALUE_DIM": sizes.value_dim, "DV": padded(sizes.value_dim),
-        "CAUSAL": layout.causal, "BIASED": biased, "PRECISION": sizes.precision, "BLOCK": rows, **options,
-    }  # fmt: skip
-    key = sizes.key, compiled_for(slab.num_tiles, layout.num_chunks)
-    lower = Prepared(_lower, key, common | counts | {"ROWS": rows, "BLOCK": 256 // shape.groups, "num_warps": 1})
+    constants = attend_constants(sizes, layout, rows) | {"BIASED": biased, **options}
+    key = sizes.key, compiled_for(slab.num_tiles, layout.num_pages)
+    lower = Prepared(_lower, key, lower_constants(layout, rows))
     # With a fixed reference, then again without it where that fails. In float16, weights above 65,504 would overflow.
     passes = ((False, False),) if sizes.dtype == torch.float16 else ((True, False), (False, True))
     return lower, *(Prepared(_attend, key, {**constants, "FIXED": fixed, "AGAIN": again}) for fixed, again in passes)
+
+
+def bias_of(bias: Tensor, sizes: Sizes) -> Tensor:
+    """Return the bias of pooled rows for every head, to base 2."""
+    return (bias.to(torch.float32) * LOG2_E).expand(sizes.heads).contiguous()
 
 
 def _attend_tiles(
@@ -252,10 +316,10 @@ def _attend_tiles(
     """
     bias, tiles, lists = call.pooled_bias, slab.tiles, sizes.lists
     lower, *passes = _attend_kernels(sizes, call.layout, slab, bias is not None)
-    chunks = call.layout.num_chunks
-    lower(slab.num_tiles * lists, (first, tiles, *listed, slab.num_tiles, lists, chunks))
-    bias = lse if bias is None else (bias.to(torch.float32) * LOG2_E).expand(sizes.heads).contiguous()
+    counts = listed[-1]
+    lower(slab.num_tiles * lists, (first, tiles, *listed, counts, counts, slab.num_tiles, lists))
+    bias = lse if bias is None else bias_of(bias, sizes)
     tensors = (call.q, call.k, call.v, keys.k, keys.v, *listed, tiles, bias, out, lse)
-    numbers = (slab.num_tiles, sizes.heads, sizes.kv_heads, lists, chunks, *sizes.strides)
+    numbers = (slab.num_tiles, sizes.heads, sizes.kv_heads, lists, call.layout.num_pages, *sizes.strides)
     for attend_lists in passes:
         attend_lists(slab.num_tiles * sizes.heads, (*tensors, *numbers, call.scale * LOG2_E))

@@ -44,18 +44,18 @@ def _add(logit, top, mass):
 
 @triton.jit
 def normalizers(
-    q, k, k_table, tiles, bounds, num_tiles, heads, kv_heads, chunks, q_row, q_head, k_row, k_head, scale, log_threshold,
+    q, k, k_pages, tiles, bounds, num_tiles, heads, kv_heads, pages, q_row, q_head, k_row, k_head, scale, log_threshold,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
     CAUSAL: tl.constexpr, LOG_NODE: tl.constexpr, LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the bound of every query: the log-sum-exp of exact keys and pooled nodes, plus the log of the threshold."""
     head = tl.program_id(0) // num_tiles
     kv_head = (head // (heads // kv_heads)).to(tl.int64)
-    row, count, first_chunk, visible, exact, end, _, _ = load_tile(tiles, tl.program_id(0) % num_tiles)
+    row, count, first_chunk, visible, exact, end, _, _, _ = load_tile(tiles, tl.program_id(0) % num_tiles)
     if visible == 0:
         return
     query, column = tl.arange(0, TILE), tl.arange(0, DIM)
-    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM)
+    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, DIM)
     top = tl.full([TILE], float("-inf"), tl.float32)
     mass = tl.zeros([TILE], tl.float32)
     k += exact.to(tl.int64) * k_row + kv_head * k_head
@@ -67,11 +67,13 @@ def normalizers(
         limit = tl.minimum(end - exact + query, last) if CAUSAL else last + 0 * query
         top, mass = _add(tl.where(key[None, :] < limit[:, None], logit, float("-inf")), top, mass)
     nodes = visible * NODES
-    k_table += kv_head * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
-    k_table += (chunks * (CHUNK + GROUPS) + first_chunk * NODES).to(tl.int64) * DIM
+    PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
+    k_pages += (kv_head * pages + first_chunk) * (PAGE * DIM)
     for begin in range(0, nodes, BLOCK):
         node = begin + tl.arange(0, BLOCK)
-        y = tl.load(k_table + tl.minimum(node, nodes - 1)[:, None] * DIM + column[None, :])
+        last_node = tl.minimum(node, nodes - 1)
+        at = last_node // NODES * PAGE + (CHUNK + GROUPS) + last_node % NODES
+        y = tl.load(k_pages + at[:, None] * DIM + column[None, :])
         logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + LOG_NODE
         top, mass = _add(tl.where((node < nodes)[None, :], logit, float("-inf")), top, mass)
     bound = (top + tl.log2(mass) + log_threshold - LOG_GROUP) / scale
@@ -79,30 +81,36 @@ def normalizers(
 
 
 @triton.jit
-def _estimates(
-    x, means, spreads, begin, groups, weight,
-    DIM: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
+def estimates(
+    x, means, scores, begin, groups, weight,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+    SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the estimates `[groups, queries]` of a block of groups, without scale and size.
 
     Groups are the rows of the product, so that a minimum over the queries stays inside a few threads.
 
     Args:
-        TOGETHER: Whether `means` is a table of scores: means and spreads of eight groups at a time.
+        x: Queries, in the type of the scores.
+        means: First page of the keys, which is read if the scores have one part.
+        scores: Scores of the first chunk.
     """
     column = tl.arange(0, DIM)
-    if TOGETHER:
+    if PARTS == 2:  # means and spreads of eight groups at a time, which are in the same threads after the product
         row = tl.minimum(2 * begin + tl.arange(0, 2 * BLOCK), 2 * groups - 1)
-        y = tl.load(means + row[:, None] * DIM + column[None, :])
+        y = tl.load(scores + row[:, None] * DIM + column[None, :])
         both = tl.dot(y, tl.trans(x), input_precision=PRECISION)
         both = tl.permute(tl.reshape(both, [BLOCK // 8, 2, 8, x.shape[0]]), [0, 2, 3, 1])
         estimate, deviation = tl.split(tl.reshape(both, [BLOCK, x.shape[0], 2]))
     else:
-        offsets = tl.minimum(begin + tl.arange(0, BLOCK), groups - 1)[:, None] * DIM + column[None, :]
-        estimate = tl.dot(tl.load(means + offsets), tl.trans(x), input_precision=PRECISION)
+        group = tl.minimum(begin + tl.arange(0, BLOCK), groups - 1)
+        row = group // GROUPS * (CHUNK + GROUPS + NODES + 1) + CHUNK + group % GROUPS
+        y = tl.load(means + row[:, None] * DIM + column[None, :])
+        estimate = tl.dot(y, tl.trans(x), input_precision=PRECISION)
         deviation = estimate
         if SPREAD != 0:
-            deviation = tl.dot(tl.load(spreads + offsets), tl.trans(x), input_precision=PRECISION)
+            y = tl.load(scores + group[:, None] * DIM + column[None, :])
+            deviation = tl.dot(y, tl.trans(x), input_precision=PRECISION)
     if SPREAD == 1:  # no product for the default weight
         estimate += _abs(deviation)
     elif SPREAD == 2:
@@ -112,29 +120,32 @@ def _estimates(
 
 @triton.jit
 def largest(
-    q, k_table, spread, tiles, bounds, num_tiles, heads, kv_heads, chunks, q_row, q_head, number, weight,
+    q, k_pages, scores, tiles, bounds, num_tiles, heads, kv_heads, pages, q_row, q_head, number, weight,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
-    SPREAD: tl.constexpr, PRECISION: tl.constexpr, KEPT: tl.constexpr,
+    PARTS: tl.constexpr, UNIT: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Store the bound of every query: its `number`-th largest estimate, or −∞ if there are fewer groups."""
     head = tl.program_id(0) // num_tiles
     kv_head = (head // (heads // kv_heads)).to(tl.int64)
-    row, count, first_chunk, visible, _, _, _, _ = load_tile(tiles, tl.program_id(0) % num_tiles)
+    row, count, first_chunk, visible, _, _, _, _, _ = load_tile(tiles, tl.program_id(0) % num_tiles)
     if visible == 0:
         return
     query = tl.arange(0, TILE)
-    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM)
-    means = k_table + kv_head * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
-    means += (chunks * CHUNK + first_chunk * GROUPS).to(tl.int64) * DIM
-    spreads = spread + (kv_head * chunks * GROUPS + first_chunk * GROUPS) * DIM
+    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, DIM).to(scores.dtype.element_ty)
+    page = kv_head * pages + first_chunk
+    k_pages += page * ((CHUNK + GROUPS + NODES + 1) * DIM)
+    scores += page * (GROUPS * PARTS * DIM)
+    groups = visible * GROUPS
     best = tl.full([TILE, KEPT], float("-inf"), tl.float32)
-    for begin in range(0, visible * GROUPS, KEPT):
-        estimate = _estimates(x, means, spreads, begin, visible * GROUPS, weight, DIM, SPREAD, PRECISION, KEPT, False)
-        there = begin + tl.arange(0, KEPT) < visible * GROUPS
+    for begin in range(0, groups, KEPT):
+        estimate = estimates(
+            x, k_pages, scores, begin, groups, weight, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, PRECISION, KEPT
+        )
+        there = begin + tl.arange(0, KEPT) < groups
         # NaN counts as −∞, as in a comparison.
         estimate = tl.where(there[:, None] & (estimate == estimate), estimate, float("-inf"))
         best = tl.topk(tl.reshape(tl.join(best, tl.trans(estimate)), [TILE, 2 * KEPT]), KEPT)
-    bound = tl.max(tl.where(tl.arange(0, KEPT)[None, :] == number - 1, best, float("-inf")), 1)
+    bound = tl.max(tl.where(tl.arange(0, KEPT)[None, :] == number - 1, best, float("-inf")), 1) / UNIT
     bound = tl.where(
         bound == float("-inf"), bound, bound - 1e-5 - 1e-6 * tl.abs(bound)
     )  # `select` may round the same estimate otherwise
@@ -143,27 +154,28 @@ def largest(
 
 @triton.jit
 def select(
-    q, means, spreads, tiles, bundles, bounds, first,
-    num_bundles, heads, kv_heads, lists, mean_head, spread_head, q_row, q_head, weight, unit,
-    TILE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, TOGETHER: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    q, k_pages, scores, tiles, bundles, bounds, first,
+    num_bundles, heads, kv_heads, lists, pages, q_row, q_head, weight,
+    TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
+    DIM: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, SPREAD: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the first query of each tile of a bundle for which each group is open; 255 if there is none."""
     listed = tl.program_id(0) // num_bundles
     bundle = tl.program_id(0) % num_bundles
     number, members = tl.load(bundles + bundle * 2), tl.load(bundles + bundle * 2 + 1)
-    _, _, first_chunk, visible, _, _, offset, _ = load_tile(tiles, number)
+    _, _, first_chunk, visible, _, _, offset, _, _ = load_tile(tiles, number)
     groups = visible * GROUPS
     share = heads // lists
-    kv_head = (listed * share // (heads // kv_heads)).to(tl.int64)
-    means += kv_head * mean_head + first_chunk.to(tl.int64) * (GROUPS * DIM * (2 if TOGETHER else 1))
-    spreads += kv_head * spread_head + first_chunk.to(tl.int64) * GROUPS * DIM
+    page = (listed * share // (heads // kv_heads)).to(tl.int64) * pages + first_chunk
+    k_pages += page * ((CHUNK + GROUPS + NODES + 1) * DIM)
+    scores += page * (GROUPS * PARTS * DIM)
     first += (offset.to(tl.int64) * lists + listed * visible) * GROUPS
     slot = tl.arange(0, TILES * TILE)
     # Queries are in an order in which each thread has 16 consecutive ones, if a tile has 64.
     SEGMENTS: tl.constexpr = TILE // 16
     within = slot // 2 % SEGMENTS * 16 + slot % TILE // (2 * SEGMENTS) * 2 + slot % 2
-    at = tiles + (number + tl.minimum(slot // TILE, members - 1)) * 8
+    at = tiles + (number + tl.minimum(slot // TILE, members - 1)) * 9
     there = (within < tl.load(at + 1)) & (slot // TILE < members)
     rows = (tl.load(at) + within).to(tl.int64)
     column, tile = tl.arange(0, DIM), tl.arange(0, TILES)
@@ -171,14 +183,16 @@ def select(
         head = listed * share + member
         of_head = q + head.to(tl.int64) * q_head
         x = tl.load(of_head + rows[:, None] * q_row + column[None, :], mask=there[:, None], other=0.0)
-        x = x.to(means.dtype.element_ty)
-        bound = tl.load(bounds + rows * heads + head, mask=there, other=float("inf")) * unit
+        x = x.to(scores.dtype.element_ty)
+        bound = tl.load(bounds + rows * heads + head, mask=there, other=float("inf")) * UNIT
         # Whether a query wants a group is computed as 0 or 1 with products and sums, for which GPUs have most units, and 16
         # queries are collected as the bits of a number.
         least = bound * -LARGE
         bit = (1 << (within % 16)).to(tl.float32)
         for begin in range(0, groups, BLOCK):
-            estimate = _estimates(x, means, spreads, begin, groups, weight, DIM, SPREAD, PRECISION, BLOCK, TOGETHER)
+            estimate = estimates(
+                x, k_pages, scores, begin, groups, weight, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, PRECISION, BLOCK
+            )
             wants = tl.minimum(tl.maximum(estimate * LARGE + least[None, :], 0.0), 1.0)
             bits = tl.reshape(wants * bit[None, :], [BLOCK, TILES, 8, SEGMENTS, 2])
             bits = tl.sum(tl.reshape(tl.permute(bits, [0, 1, 3, 2, 4]), [BLOCK, TILES, SEGMENTS, 16]), 3).to(tl.int32)
@@ -202,39 +216,55 @@ def _kind(since, end, LOG_COUNT: tl.constexpr):
 
 
 @triton.jit
+def chunk_rows(opened, is_chunk, CHUNKS: tl.constexpr, NODES: tl.constexpr, GROUPS: tl.constexpr):
+    """Return which rows of chunks are listed, given the first query `[chunks, groups]` for which groups are open.
+
+    Returns:
+        Whether each group is open, and listed as a mean, `[chunks, groups]`; whether each node is, `[chunks, nodes]`, and
+        the root, `[chunks]`; then the first query of the node of each group, of each node and of each chunk.
+    """
+    SIZE: tl.constexpr = GROUPS // NODES
+    of_node = tl.min(tl.reshape(opened, [CHUNKS, NODES, SIZE]), 2)
+    of_chunk = tl.min(of_node, 1)
+    since = tl.reshape(tl.broadcast_to(of_node[:, :, None], [CHUNKS, NODES, SIZE]), [CHUNKS, GROUPS])
+    is_root = (of_chunk > 0) & is_chunk
+    return opened < 255, since < opened, of_chunk[:, None] < of_node, is_root, since, of_node, of_chunk
+
+
+@triton.jit
 def lower(
-    first, tiles, key_list, pooled_rows, pooled_kinds, counts, num_tiles, lists, chunks,
+    first, tiles, key_list, pooled_rows, pooled_kinds, counts, prefixes, rows, num_tiles, lists,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, ENTRIES: tl.constexpr,
     ROWS: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Store the lists of a tile, and their lengths: open groups, and pooled rows with their kinds."""
+    """Store the lists of a tile, and their lengths: open groups, and pooled rows with their kinds.
+
+    For gradients, also store the number of rows of the padded lists, and for every chunk the lengths of the lists before it.
+    """
     listed = tl.program_id(0) // num_tiles
     number = tl.program_id(0) % num_tiles
-    _, _, first_chunk, visible, _, _, offset, before = load_tile(tiles, number)
+    _, _, first_chunk, visible, _, _, of_selection, offset, tile = load_tile(tiles, number)
     groups = visible * GROUPS
-    base = (offset.to(tl.int64) * lists + listed * visible) * GROUPS
-    first += base
-    padding = (before * lists + listed).to(tl.int64)
-    key_list += base + padding * ENTRIES
+    first += (of_selection.to(tl.int64) * lists + listed * visible) * GROUPS
+    base = offset.to(tl.int64) * lists + listed * visible
+    padding = (number * lists + listed).to(tl.int64)
+    prefixes += base * 2
+    key_list += base * GROUPS + padding * ENTRIES
     # There are never more pooled rows than groups: of each node and chunk, a member opens at the same query.
-    pooled_rows += base + padding * ROWS
-    pooled_kinds += base + padding * ROWS
-    to_group = chunks * CHUNK + first_chunk * GROUPS
-    to_node = chunks * (CHUNK + GROUPS) + first_chunk * NODES
-    to_root = chunks * (CHUNK + GROUPS + NODES) + first_chunk
-    SIZE: tl.constexpr = GROUPS // NODES
+    pooled_rows += base * GROUPS + padding * ROWS
+    pooled_kinds += base * GROUPS + padding * ROWS
+    PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
     chunk, node, inside = tl.arange(0, BLOCK), tl.arange(0, NODES), tl.arange(0, GROUPS)
     num_open = 0
     num_pooled = 0
     for begin in range(0, visible, BLOCK):
         group = (begin + chunk)[:, None] * GROUPS + inside[None, :]
         opened = tl.load(first + group, mask=group < groups, other=255).to(tl.int32)
-        of_node = tl.min(tl.reshape(opened, [BLOCK, NODES, SIZE]), 2)  # [chunks, nodes]
-        of_chunk = tl.min(of_node, 1)
-        since = tl.reshape(tl.broadcast_to(of_node[:, :, None], [BLOCK, NODES, SIZE]), [BLOCK, GROUPS])
-        is_open, is_mean = opened < 255, since < opened
-        is_node, is_root = of_chunk[:, None] < of_node, (of_chunk > 0) & (begin + chunk < visible)
-
+        is_chunk = begin + chunk < visible
+        is_open, is_mean, is_node, is_root, since, of_node, of_chunk = chunk_rows(
+            opened, is_chunk, BLOCK, NODES, GROUPS
+        )
         # Both kinds of entries are counted together, in the halves of one integer.
         flags = is_open.to(tl.int32) | (is_mean.to(tl.int32) << 16)
         rank = tl.cumsum(flags, 1) - flags
@@ -243,26 +273,33 @@ def lower(
         number_of += (nodes + is_root.to(tl.int32)) << 16
         rank_of = tl.cumsum(number_of, 0) - number_of
         total = tl.sum(number_of, 0)
-        at = num_open + (rank_of & 65535)[:, None] + (rank & 65535)
-        tl.store(key_list + at, (group << 8) | opened, mask=is_open)
+        at = num_open + (rank_of & 65535)
+        if GRADIENT:
+            tl.store(prefixes + (begin + chunk) * 2, at, mask=is_chunk)
+            tl.store(prefixes + (begin + chunk) * 2 + 1, num_pooled + (rank_of >> 16), mask=is_chunk)
+        tl.store(key_list + at[:, None] + (rank & 65535), (group << 8) | opened, mask=is_open)
         at = num_pooled + (rank_of >> 16)
         to_mean = at[:, None] + (rank >> 16)
-        tl.store(pooled_rows + to_mean, to_group + group, mask=is_mean)
+        page = (first_chunk + begin + chunk) * PAGE + CHUNK  # first mean
+        tl.store(pooled_rows + to_mean, page[:, None] + inside[None, :], mask=is_mean)
         tl.store(pooled_kinds + to_mean, _kind(since, tl.minimum(opened, TILE), LOG_GROUP), mask=is_mean)
         rank = (at + means)[:, None] + tl.cumsum(is_node.to(tl.int32), 1) - is_node.to(tl.int32)
-        tl.store(pooled_rows + rank, to_node + (begin + chunk)[:, None] * NODES + node[None, :], mask=is_node)
+        tl.store(pooled_rows + rank, page[:, None] + GROUPS + node[None, :], mask=is_node)
         tl.store(pooled_kinds + rank, _kind(of_chunk[:, None], tl.minimum(of_node, TILE), LOG_NODE), mask=is_node)
-        tl.store(pooled_rows + at + means + nodes, to_root + begin + chunk, mask=is_root)
+        tl.store(pooled_rows + at + means + nodes, page + GROUPS + NODES, mask=is_root)
         tl.store(pooled_kinds + at + means + nodes, _kind(0, tl.minimum(of_chunk, TILE), LOG_CHUNK), mask=is_root)
         num_open += total & 65535
         num_pooled += total >> 16
 
     # Fill the last steps of `attend` with groups that are never open, and with rows that are never active.
     step = tl.arange(0, ROWS)
-    tl.store(key_list + num_open + step, 255 + 0 * step, mask=step < (ENTRIES - num_open % ENTRIES) % ENTRIES)
-    is_padding = step < (ROWS - num_pooled % ROWS) % ROWS
-    tl.store(pooled_rows + num_pooled + step, to_group + 0 * step, mask=is_padding)
-    tl.store(pooled_kinds + num_pooled + step, 0 * step, mask=is_padding)
-    counts += tl.program_id(0) * 2
+    more_open, more_pooled = (ENTRIES - num_open % ENTRIES) % ENTRIES, (ROWS - num_pooled % ROWS) % ROWS
+    tl.store(key_list + num_open + step, 255 + 0 * step, mask=step < more_open)
+    tl.store(pooled_rows + num_pooled + step, first_chunk * PAGE + CHUNK + 0 * step, mask=step < more_pooled)
+    tl.store(pooled_kinds + num_pooled + step, 0 * step, mask=step < more_pooled)
+    counts += (tile * lists + listed) * 2
     tl.store(counts, num_open)
     tl.store(counts + 1, num_pooled)
+    if GRADIENT:
+        SIZE: tl.constexpr = CHUNK // GROUPS
+        tl.store(rows + number * lists + listed, (num_open + more_open) * SIZE + num_pooled + more_pooled)
