@@ -19,7 +19,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from hsa.attention.cache.clustered import ClusteredCache
 from hsa.attention.cache.interface import Cache, Counted, Memory
 from hsa.attention.cache.multiscale import MultiscaleCache
-from hsa.attention.clustered.selection import NEVER
 from hsa.errors import InvalidInput
 from hsa.huggingface.attend import Output, attend, attend_tree, bias_of
 from hsa.huggingface.layer_plan import Call, LayerPlan, layers_that_cache_trees
@@ -151,7 +150,7 @@ class CacheLayer(CacheLayerMixin):
         if self.tokens is not None:
             assert isinstance(self.tokens, ClusteredCache)
             key, value = self._all_tokens(call)
-            out = attend_tree(plan, replace(call, key=key, value=value), sequences, self._opened())
+            out = attend_tree(plan, replace(call, key=key, value=value), sequences, self.tokens.opened(0))
             self._attend_inside(call, sequences)
             return out
         # Not "split": the cache needs the selection of the whole batch.
@@ -167,12 +166,6 @@ class CacheLayer(CacheLayerMixin):
         else:
             self.tokens.fill(0, k, v)
         return out
-
-    def _opened(self) -> Tensor | None:
-        """Return the groups that are open in the last tile, `[batch, lists, groups]`; None if no token has attended yet."""
-        assert isinstance(self.tokens, ClusteredCache)
-        first = self.tokens.state_dict()["layers"][0]["first"]
-        return (first != NEVER).flatten(2) if first.shape[1] else None
 
     @staticmethod
     def _new_tokens(call: Call) -> tuple[Tensor, Tensor]:

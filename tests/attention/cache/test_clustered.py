@@ -88,9 +88,9 @@ def same_state(one, other):
     for i, n in enumerate(one.lengths):
         chunks, rest = divmod(n, one.shape.chunk)
         for name in ours:
-            close(ours[name][i, :, :chunks], theirs[name][i, :, :chunks])
-        for name in ("k_keys", "v_keys"):
-            close(ours[name][i, :, chunks : chunks + 1, :rest], theirs[name][i, :, chunks : chunks + 1, :rest])
+            close(ours[name][:, i, :chunks], theirs[name][:, i, :chunks])
+        for name in ("k", "v"):
+            close(ours[name][:, i, chunks : chunks + 1, :rest], theirs[name][:, i, chunks : chunks + 1, :rest])
 
 
 @pytest.mark.parametrize("case", CASES)

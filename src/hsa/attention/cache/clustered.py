@@ -3,6 +3,8 @@
 The chunk in progress keeps its keys in the order of time, and tokens attend to them exactly. When a chunk is complete, its
 keys are clustered per key/value head, in place, and pooled. Each token scores all groups of the complete chunks, adds the
 groups it wants to those that its tile has opened, and attends to the keys of open groups and to pooled nodes elsewhere.
+
+On a GPU, kernels do all of this without the host, which only counts tokens: a step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.cache.clustered_rows import Layer, in_time, layer_tensors, read_chunks, write_chunks
-from hsa.attention.cache.clustered_step import Rule, Step, attend_token
+from hsa.attention.cache.clustered_rows import Layer, Rows, Rule, as_keys, in_time
+from hsa.attention.cache.clustered_step import attend_token
 from hsa.attention.cache.interface import AttendOptions, Cache, Counted, Memory, Storage
 from hsa.attention.cache.saved_state import check_lengths, check_tensors
-from hsa.attention.checks import without_autocast
+from hsa.attention.checks import scale_or_default, without_autocast
 from hsa.attention.clustered.keys import ClusteredKeys, check_keys, clustering_operations
 from hsa.attention.clustered.layout import BRANCHING, TILE, Shape, layout_of
-from hsa.attention.clustered.operator import check_rule, cluster, clustered_attention, select_groups
+from hsa.attention.clustered.operator import check_rule, clustered_attention, select_groups
 from hsa.attention.clustered.selection import NEVER, TileSelection
+from hsa.attention.clustered.why_not import why_not_tile
+from hsa.attention.dispatch import Backend, choose
+from hsa.attention.kernels import available
 from hsa.attention.multiscale.operator import per_head
 from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy, integers
@@ -32,6 +37,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SPARE = 16
 """A cache that is full grows by one part in this many, or by a chunk."""
+FEW = 16
+"""Number of new tokens per sequence up to which kernels attend as in a step."""
 
 
 def _without_autograd(function: F) -> F:
@@ -46,15 +53,19 @@ class ClusteredCache(Cache):
     """Cache of clustered attention: all keys and values, and the pooled rows above them.
 
     Decoding gives each token the same result as a pass over the whole sequence, `clustered_attention(q, k, v, lengths,
-    causal=True, …)` with the same options. Prompts can be read in pieces:
+    causal=True, …)` with the same options. Prompts can be read in pieces, and several tokens can be decoded at once:
 
         cache.begin(lengths)                       # or cache.extend(lengths), further tokens; then for every layer
         y = cache.attend_prompts(layer, q, k, v)   #   store the packed tokens, and attend
+
+    A step of a cache with `max_length` can be captured as a CUDA graph, after a first step that compiles the kernels. Where
+    replays have filled the cache, the output of a step is NaN, as the host does not count them.
 
     Args:
         layers, batch, kv_heads, head_dim, value_dim, dtype, device: See `Cache`.
         branching, tile, threshold, top_k, spread, share_lists, windows: See `clustered_attention`.
         max_length: Maximum number of tokens per sequence, allocated at once; by default the capacity grows as needed.
+        backend: "auto", "triton" (CUDA; steps select by `threshold` only) or "torch".
 
     >>> q, k, v = torch.randn(3, 600, 2, 8).unbind(0)  # 600 tokens, 2 heads of 8
     >>> cache = ClusteredCache(1, 1, 2, 8)
@@ -83,24 +94,37 @@ class ClusteredCache(Cache):
         share_lists: bool = False,
         windows: bool = False,
         max_length: int | None = None,
+        backend: str = "auto",
         **storage: Unpack[Storage],
     ):
         super().__init__(layers, batch, kv_heads, head_dim, max_length=max_length, **storage)
         self.shape = Shape.of(branching, tile, causal=True)
         self.rule = Rule(*check_rule(threshold, top_k, spread), share_lists)
         self.windows = windows
+        dims = head_dim, self.value_dim
+        self.rows = Rows(kv_heads, dims, self.shape, self.dtype, self.device, windows, backend)
+        self.backend = choose("ClusteredCache", STEPS, backend, self)
+        self._decode = self.backend.run(self)
         self._lengths = [0] * self.batch
         self._before = self._lengths  # lengths without the pending tokens
-        self._step: Step | None = None
+        self._length = self._on_device(self._lengths)
+        self._was_captured = False  # whether replays may have added tokens that the host has not counted
         chunks = -(-(max_length or 1) // self.shape.chunk)
         self._stored: list[Layer] = [self._empty(chunks, lists=0) for _ in range(self.layers)]
 
     def __repr__(self) -> str:
-        return f"ClusteredCache({self.layers} layers, {self.batch} sequences of up to {max(self._lengths):,} tokens)"
+        return f"ClusteredCache({self.layers} layers, {self.batch} sequences of up to {max(self.lengths):,} tokens)"
 
     @property
     def lengths(self) -> list[int]:
+        if self._was_captured:
+            self._lengths = self._length.tolist()
+            self._longest = max(self._lengths)
         return list(self._lengths)
+
+    @_without_autograd
+    def _on_device(self, lengths: Sequence[int]) -> Tensor:
+        return torch.tensor(lengths, dtype=torch.int32).to(self.device)
 
     # Prompts
 
@@ -117,13 +141,14 @@ class ClusteredCache(Cache):
         if len(sizes) != self.batch or min(sizes) < 0:
             expected = f"a number of tokens, 0 or more, for each of the {self.batch} sequences of the cache"
             raise InvalidInput("lengths", got=list(sizes), expected=expected)
-        self._set_longest(max(before + n for before, n in zip(self._lengths, sizes, strict=True)))
+        self._set_longest(max(before + n for before, n in zip(self.lengths, sizes, strict=True)))
         self._prompts, self._pending = sizes, set(range(self.layers))
         self._add(sizes)
 
     def _add(self, sizes: Sequence[int]) -> None:
-        self._before = self._lengths
+        self._before = self.lengths
         self._lengths = [before + n for before, n in zip(self._before, sizes, strict=True)]
+        self._length = self._on_device(self._lengths)
         self._ensure_capacity()
 
     @_without_autograd
@@ -154,10 +179,10 @@ class ClusteredCache(Cache):
         self._store(stored, k, v, keys)
         if isinstance(opened, TileSelection):
             self._allocate_lists(stored, opened.lists)
-            self._record(stored, list(range(self.batch)), opened)
+            self._record(stored, opened)
         elif opened is not None:
             self._allocate_lists(stored, opened.shape[1])
-            stored["first"].flatten(2)[:, :, : opened.shape[2]].masked_fill_(opened, 0)
+            stored["first"].flatten(2)[:, :, : opened.shape[2]].masked_fill_(opened.transpose(0, 1), 0)
 
     @_without_autograd
     def attend_prompts(
@@ -185,30 +210,39 @@ class ClusteredCache(Cache):
                 got=f"{q.dtype} of shape {tuple(q.shape)}",
                 expected=f"{self.dtype} of shape ({len(k)}, a multiple of {self.kv_heads} heads, {self.head_dim})",
             )
-        per_head(pooled_bias, q)  # raises before anything is stored
+        options = AttendOptions(per_head(pooled_bias, q), None, scale_or_default(scale, q), None)
         self._accept(layer, k, v)
-        stored, chunk = self._stored[layer], self.shape.chunk
+        stored, new = self._stored[layer], [n - m for n, m in zip(self._lengths, self._before, strict=True)]
         self._allocate_lists(stored, self._lists(heads))
-        some = [i for i, (n, before) in enumerate(zip(self._lengths, self._before, strict=True)) if n > before]
-        if not some:
+        if not any(new):
             return q.new_empty(0, heads, self.value_dim)
-        recent_k, recent_v = self._recent(stored["k_keys"], k), self._recent(stored["v_keys"], v)
+        if self._decode is not None and 0 < min(new) == max(new) <= min(FEW, self.shape.tile):
+            few = (x.unflatten(0, (self.batch, new[0])) for x in (q, k, v))
+            return self._steps(stored, *few, options).flatten(0, 1)
+        chunk = self.shape.chunk
+        recent_k, recent_v = self._recent(stored["k"], k), self._recent(stored["v"], v)
         self._store(stored, k, v)
-        lengths = [self._lengths[i] for i in some]
-        keys = read_chunks(stored, some, [n // chunk for n in lengths], self.shape)
+        keys = as_keys(stored, [n // chunk for n in self._lengths], self.shape)
         tiles: dict[str, Any] = {
-            "query_lengths": [self._lengths[i] - self._before[i] for i in some],
-            "recent": [self._lengths[i] - self._before[i] // chunk * chunk for i in some],
+            "query_lengths": new,
+            "recent": [n and m - b // chunk * chunk for n, m, b in zip(new, self._lengths, self._before, strict=True)],
             "causal": True,
             "tile": self.shape.tile,
             "scale": scale,
         }
-        opened = stored["first"][some].flatten(2) != NEVER
-        selection = select_groups(q, recent_k, keys, lengths, opened=opened, **asdict(self.rule), **tiles)
-        self._record(stored, some, selection)
+        lengths = [max(1, n) for n in self._lengths]  # a sequence without tokens has no queries either
+        selection = select_groups(
+            q, recent_k, keys, lengths, opened=self.opened(layer), **asdict(self.rule), **tiles
+        )
+        self._record(stored, selection)
         return clustered_attention(
             q, recent_k, recent_v, lengths, keys=keys, selection=selection, pooled_bias=pooled_bias, **tiles
         )
+
+    def opened(self, layer: int) -> Tensor | None:
+        """Return the groups that are open in the last tile, `[sequences, lists, groups]`; None if no token has attended."""
+        first = self._stored[layer]["first"]
+        return first.transpose(0, 1).flatten(2) != NEVER if len(first) else None
 
     def _recent(self, stored: Tensor, new: Tensor) -> Tensor:
         """Return the keys or values of the chunks in progress, each followed by the new ones of its sequence."""
@@ -218,41 +252,36 @@ class ClusteredCache(Cache):
         for i, (before, length) in enumerate(zip(self._before, self._lengths, strict=True)):
             number, size = divmod(before, self.shape.chunk)
             if length > before:
-                parts += [stored[i, :, number, :size].transpose(0, 1)] if size else []
+                parts += [stored[:, i, number, :size].transpose(0, 1)] if size else []
                 parts.append(new[start : start + length - before])
                 start += length - before
         return torch.cat(parts)
 
     def _store(self, stored: Layer, k: Tensor, v: Tensor, keys: ClusteredKeys | None = None) -> None:
         """Write packed new tokens, and cluster the chunks that they complete."""
+        chunk = self.shape.chunk
         new = [n - before for n, before in zip(self._lengths, self._before, strict=True)]
         sequence = np.repeat(np.arange(self.batch), new)
         slot = np.arange(len(sequence)) + np.repeat(np.array(self._before) - np.cumsum(new) + new, new)
-        at = torch.from_numpy(sequence).to(self.device), slice(None), torch.from_numpy(slot).to(self.device)
-        stored["k_keys"].flatten(2, 3)[at] = k
-        stored["v_keys"].flatten(2, 3)[at] = v
-        chunk = self.shape.chunk
+        at = [torch.from_numpy(x).to(self.device) for x in (sequence, slot // chunk, slot % chunk)]
+        stored["k"][:, at[0], at[1], at[2]] = k.transpose(0, 1)
+        stored["v"][:, at[0], at[1], at[2]] = v.transpose(0, 1)
         completed = [
             (i, number)
             for i, (before, n) in enumerate(zip(self._before, self._lengths, strict=True))
             for number in range(before // chunk, n // chunk)
         ]
-        if completed:
-            write_chunks(stored, keys or self._cluster(stored, completed), completed)
+        if completed and keys is not None:
+            self.rows.write_chunks(stored, keys, completed)
+        elif completed:
+            self.rows.close_chunks(stored, completed)
 
-    def _cluster(self, stored: Layer, chunks: Sequence[tuple[int, int]]) -> ClusteredKeys:
-        """Cluster chunks whose keys are in the order of time."""
-        sequence, number = zip(*chunks, strict=True)
-        k, v = (stored[name][list(sequence), :, list(number)] for name in ("k_keys", "v_keys"))
-        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))  # one after another, as one sequence
-        return cluster(k, v, [len(k)], windows=self.windows, branching=self.shape.branching)
-
-    def _record(self, stored: Layer, sequences: Sequence[int], selection: TileSelection) -> None:
+    def _record(self, stored: Layer, selection: TileSelection) -> None:
         """Keep which queries of the last two tiles opened groups."""
         layout = selection.layout
-        for number, i in enumerate(sequences):
-            now, before = stored["first"][i], stored["before"][i]
-            tiles = np.flatnonzero(layout.tile_sequence == number)
+        for i in range(self.batch):
+            now, before = stored["first"][:, i], stored["before"][:, i]
+            tiles = np.flatnonzero(layout.tile_sequence == i)
             for tile in tiles[-2:].tolist():
                 opening = selection.tile(tile)[0]
                 first = torch.full_like(now, NEVER)
@@ -262,35 +291,61 @@ class ClusteredCache(Cache):
                     now = torch.where((now == NEVER) & (first != NEVER), first + row, now)
                 else:
                     now, before = first, now
-            stored["before"][i] = before  # may be a view of the next
-            stored["first"][i] = now
+            stored["before"][:, i] = before.clone()  # may be a view of the next
+            stored["first"][:, i] = now
 
     # Tokens
 
     def append(self, closes: Any = None) -> None:
         _check_closes(closes)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._check_capture()
+        elif self._was_captured:
+            self._longest = max(self.lengths)
         self._start_token()
-        self._step = Step.of(self._lengths, self.shape, self.device)
-        self._add([1] * self.batch)
+        self._before = self._lengths
+        self._lengths = [n + 1 for n in self._before]
+        self._ensure_capacity()
+        with torch.inference_mode(False):
+            self._length.add_(1)
+
+    def _check_capture(self) -> None:
+        """Check that a step can be captured, before anything is changed."""
+        if self._decode is None or self.max_length is None:
+            raise InvalidInput(
+                "cache",
+                problem="a step of this cache cannot be captured as a CUDA graph",
+                expected="max_length, so that no memory is allocated, and steps by kernels",
+                fix='Make the cache with max_length=… and backend="triton"',
+            )
+        self._was_captured = True
 
     @_without_autograd
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
-        stored, step = self._stored[layer], self._step
-        assert step is not None
+        stored = self._stored[layer]
         self._allocate_lists(stored, self._lists(q.shape[1]))
-        at = torch.arange(self.batch, device=self.device), slice(None), step.position
-        stored["k_keys"].flatten(2, 3)[at] = k
-        stored["v_keys"].flatten(2, 3)[at] = v
+        if self._decode is not None and options.counted is None:
+            return self._steps(stored, q[:, None], k[:, None], v[:, None], options).squeeze(1)
+        chunk, before = self.shape.chunk, self._before
+        position = torch.tensor(before, device=self.device)
+        at = slice(None), torch.arange(self.batch, device=self.device), position // chunk, position % chunk
+        stored["k"][at] = k.transpose(0, 1)
+        stored["v"][at] = v.transpose(0, 1)
+        completed = [(i, n // chunk) for i, n in enumerate(before) if (n + 1) % chunk == 0]
         with without_autocast(q):
-            out = attend_token(stored, q, step, self.shape, self.rule, options).to(q.dtype)
-            if step.completed:
-                write_chunks(stored, self._cluster(stored, step.completed), step.completed)
-                self._count_clustering(len(step.completed), options.counted)
+            out = attend_token(stored, q, position, max(before) // chunk, self.shape, self.rule, options).to(q.dtype)
+            if completed:
+                self.rows.close_chunks(stored, completed)
+                self._count_clustering(len(completed), options.counted)
         return out
+
+    def _steps(self, stored: Layer, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+        with available.device_of(q):
+            return self._decode.attend(stored, q, k, v, self._length, options)
 
     def _count_clustering(self, chunks: int, counted: Counted | None) -> None:
         if counted is not None:
-            members, width = sum(self.shape.rows) - 1, self.kv_heads * (self.head_dim + self.value_dim)
+            members, width = self.shape.page - 1, self.kv_heads * (self.head_dim + self.value_dim)
             counted.clustering += clustering_operations(chunks, self.kv_heads, self.head_dim, self.shape)
             counted.pooling += 2 * chunks * members * width
 
@@ -299,9 +354,13 @@ class ClusteredCache(Cache):
     @_without_autograd
     def reorder(self, index: Any) -> None:
         selected = self._check_index(index)
-        self._stored = [{name: x.index_select(0, selected) for name, x in stored.items()} for stored in self._stored]
-        self.batch, self._lengths = len(selected), [self._lengths[i] for i in selected.tolist()]
-        self._longest = max(self._lengths)
+        self._stored = [{name: x.index_select(1, selected) for name, x in stored.items()} for stored in self._stored]
+        lengths = self.lengths
+        self._set_lengths([lengths[i] for i in selected.tolist()])
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        self.batch, self._lengths, self._longest = len(lengths), lengths, max(lengths)
+        self._length = self._on_device(lengths)
 
     @_without_autograd
     def crop(self, lengths: Sequence[int]) -> None:
@@ -311,41 +370,39 @@ class ClusteredCache(Cache):
         before it, or at the end of any tile. Further back, the cache does not know the open groups of the tile (nor, after a
         crop to the tile before, those of an even earlier one): the rest of the tile starts with the first group alone.
         """
-        wanted, shape = self._check_shorter(lengths), self.shape
+        wanted, have, shape = self._check_shorter(lengths), self.lengths, self.shape
         reopened = [
             (i, n // shape.chunk)
-            for i, (n, have) in enumerate(zip(wanted, self._lengths, strict=True))
-            if n // shape.chunk < have // shape.chunk and n % shape.chunk
+            for i, (n, m) in enumerate(zip(wanted, have, strict=True))
+            if n // shape.chunk < m // shape.chunk and n % shape.chunk
         ]
-        now, then = (torch.tensor(x, device=self.device)[:, None, None, None] for x in (wanted, self._lengths))
-        row, tiles = (
-            (now - 1) % shape.tile,
-            (then - 1) // shape.tile - (now - 1) // shape.tile,
-        )  # tiles that are removed
+        now, then = (torch.tensor(x, device=self.device)[:, None, None] for x in (wanted, have))
+        row, tiles = (now - 1) % shape.tile, (then - 1) // shape.tile - (now - 1) // shape.tile  # tiles that are removed
         for stored in self._stored:
             if reopened and not self.windows:
-                in_time(stored, "k_keys", reopened)
-                in_time(stored, "v_keys", reopened)
+                in_time(stored, "k", reopened, shape.chunk)
+                in_time(stored, "v", reopened, shape.chunk)
             first, before = stored["first"], stored["before"]
             first = torch.where(tiles == 0, first, before)
             stored["first"] = first.masked_fill((tiles > 1) | (first > row) | (now == 0), NEVER)
             stored["before"] = before.masked_fill(tiles > 0, NEVER)
-        self._lengths, self._longest = wanted, max(wanted)
+        self._set_lengths(wanted)
 
     @_without_autograd
     def leaves(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return all keys and values of a layer in the order of time, packed: `[tokens, kv_heads, dim]`."""
-        stored, lengths = self._stored[layer], torch.tensor(self._lengths, device=self.device)[:, None]
-        slots = torch.arange(self._capacity * self.shape.chunk, device=self.device)
-        complete = [(i, number) for i, n in enumerate(self._lengths) for number in range(n // self.shape.chunk)]
+        stored, lengths, chunk = self._stored[layer], self.lengths, self.shape.chunk
+        slots = torch.arange(self._capacity * chunk, device=self.device)
+        exists = slots < torch.tensor(lengths, device=self.device)[:, None]
+        complete = [(i, number) for i, n in enumerate(lengths) for number in range(n // chunk)]
 
         def packed(name: str) -> Tensor:
             copy = {**stored, name: stored[name].clone()}
             if complete and not self.windows:
-                in_time(copy, name, complete)
-            return copy[name].flatten(2, 3).transpose(1, 2)[slots < lengths]
+                in_time(copy, name, complete, chunk)
+            return copy[name][:, :, :, :chunk].flatten(2, 3).permute(1, 2, 0, 3)[exists]
 
-        return packed("k_keys"), packed("v_keys")
+        return packed("k"), packed("v")
 
     # State
 
@@ -359,17 +416,30 @@ class ClusteredCache(Cache):
         layers, sizes = state.get("layers"), dict[str, int]()
         if not isinstance(layers, list) or len(layers) != self.layers:
             raise InvalidInput("state['layers']", got="other content", expected=f"the tensors of {self.layers} layers")
-        wanted = self._tensors("sequences")
+        wanted = self.rows.tensors("sequences")
         for number, layer in enumerate(layers):
-            sizes = check_tensors(layer, wanted, f"state['layers'][{number}]", **sizes)
+            others = {name: what for name, what in wanted.items() if name != "scores"}  # they may have another form
+            sizes = check_tensors(layer, others, f"state['layers'][{number}]", **sizes)
             lists = sizes.pop("lists")
             if lists % self.kv_heads or (self.rule.share_lists and lists > self.kv_heads):
                 expected = f"lists for {self.kv_heads} key/value heads"
                 raise InvalidInput(f"state['layers'][{number}]['first']", got=f"{lists} lists", expected=expected)
         most = self._most(sizes["chunks"] * self.shape.chunk)
         self._lengths = check_lengths(state.get("lengths"), sizes["sequences"], most)
-        self._stored = [{name: layer[name].to(self.device, copy=True) for name in wanted} for layer in layers]
+        self._stored = [self._loaded_layer(layer, wanted) for layer in layers]
         self._loaded(self._lengths)
+        self._set_lengths(self._lengths)
+
+    @_without_autograd
+    def _loaded_layer(self, layer: Layer, wanted: dict[str, Any]) -> Layer:
+        loaded = {name: layer[name].to(self.device, copy=True) for name in wanted if name != "scores"}
+        shape = (*loaded["k"].shape[:3], *wanted["scores"][0][3:])
+        scores = layer.get("scores")
+        if scores is None or tuple(scores.shape) != shape or scores.dtype != wanted["scores"][1]:
+            loaded["scores"] = self.rows.scores_of_pages(loaded["k"])
+        else:
+            loaded["scores"] = scores.to(self.device, copy=True)
+        return loaded
 
     def _settings(self) -> dict[str, Any]:
         sizes = {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
@@ -377,7 +447,8 @@ class ClusteredCache(Cache):
         return {**sizes, **kind, **asdict(self.shape), **asdict(self.rule)}
 
     def memory(self) -> Memory:
-        total = sum(x.numel() * x.element_size() for stored in self._stored for x in stored.values())
+        total = sum(x.nbytes for stored in self._stored for x in stored.values())
+        total += 0 if self._decode is None else self._decode.nbytes
         return Memory(total, self._flat_bytes(), leaves_kept=True)
 
     # Storage
@@ -385,26 +456,19 @@ class ClusteredCache(Cache):
     @property
     def _capacity(self) -> int:
         """Number of chunks that the tensors have rows for."""
-        return self._stored[0]["spread"].shape[2]
-
-    def _tensors(self, sequences: int | str) -> dict[str, Any]:
-        """Return shape and dtype of the tensors of a layer, by name."""
-        rows, dims = (sequences, self.kv_heads), (self.head_dim, self.value_dim)
-        return layer_tensors(rows, dims, self.shape, self.dtype, windows=self.windows)
+        return self._stored[0]["k"].shape[2]
 
     def _empty(self, chunks: int, lists: int) -> Layer:
         """Return the tensors of an empty layer: zeros, because masked entries must be finite too."""
         sizes = {"chunks": chunks, "lists": lists}
+        result = {}
         with torch.inference_mode(False):
-            return {
-                name: torch.full(
-                    [sizes.get(n, n) for n in shape],
-                    NEVER if name in ("first", "before") else 0,
-                    dtype=dtype,
-                    device=self.device,
-                )
-                for name, (shape, dtype) in self._tensors(self.batch).items()
-            }
+            for name, (shape, dtype) in self.rows.tensors(self.batch).items():
+                size = [sizes.get(n, n) if isinstance(n, str) else n for n in shape]
+                result[name] = torch.zeros(size, dtype=dtype, device=self.device)
+                if name in ("first", "before"):
+                    result[name].fill_(NEVER)
+        return result
 
     @_without_autograd
     def _ensure_capacity(self) -> None:
@@ -412,7 +476,7 @@ class ClusteredCache(Cache):
         if need <= have:
             return
         for number, stored in enumerate(self._stored):
-            larger = self._empty(max(need, have + have // SPARE), stored["first"].shape[1])
+            larger = self._empty(max(need, have + have // SPARE), len(stored["first"]))
             for name, rows in stored.items():
                 larger[name][:, :, :have] = rows
             self._stored[number] = larger
@@ -422,11 +486,11 @@ class ClusteredCache(Cache):
 
     def _allocate_lists(self, stored: Layer, lists: int) -> None:
         """Allocate the open groups of a layer, once the number of query heads is known."""
-        have = stored["first"].shape[1]
+        have = len(stored["first"])
         if have not in (0, lists):
             raise InvalidInput("q", got=f"{lists} lists of open groups", expected=f"{have}, as for earlier tokens")
         if have == 0:
-            size = self.batch, lists, self._capacity, self.shape.groups
+            size = lists, self.batch, self._capacity, self.shape.groups
             for name in ("first", "before"):
                 stored[name] = torch.full(size, NEVER, dtype=torch.uint8, device=self.device)
 
@@ -456,3 +520,23 @@ def _check_closes(closes: Any) -> None:
         raise InvalidInput(
             "closes", got="heights", expected="None", fix="Trees over clustered keys ignore the text's boundaries"
         )
+
+
+def _run_triton(cache: ClusteredCache) -> Any:
+    from hsa.attention.cache.triton.clustered_step import Decode
+
+    return Decode(cache.shape, cache.rule, cache.windows)
+
+
+def _why_not_triton(cache: ClusteredCache) -> list[str]:
+    reasons = cache.rows.why_not_cluster + why_not_tile(cache.shape)
+    if cache.rule.threshold is None:
+        reasons.append("the kernels of steps select by threshold, not by top_k")
+    return reasons
+
+
+def _run_torch(cache: ClusteredCache) -> None:
+    return None
+
+
+STEPS = (Backend("triton", _run_triton, _why_not_triton), Backend("torch", _run_torch))

@@ -1,91 +1,151 @@
 """Tensors of one layer of a `ClusteredCache`, by name, and their copies from and to `ClusteredKeys`.
 
-All have the axes [sequences, heads, chunks, …]:
+All have the axes [heads, sequences, chunks, …]:
 
-    k_keys, k_groups, k_nodes, k_chunks    keys and the means of their groups, nodes and chunks; the same for values
-    spread                                 spread of every group
-    time                                   index in its chunk of the key at every row; only in clustered order
-    first, before                          first query of the current tile, of the preceding tile, that opened a group
+    k, v             pages of chunks; of the chunk in progress, the keys in the order of time, and nothing else
+    scores           means and spreads of groups, as in `ClusteredKeys`
+    time             index in its chunk of the key at every row; only in clustered order
+    first, before    first query of the current tile, of the preceding tile, that opened a group; one list per query head, or
+                     per key/value head
 
-The keys of a complete chunk are in groups, those of the chunk in progress in the order of time.
+The pages of all sequences are therefore clustered keys with `capacity` pages per sequence, without a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hsa.attention.cache.saved_state import Wanted
-from hsa.attention.clustered.keys import ClusteredKeys
+from hsa.attention.clustered.keys import EIGHT_BITS, UNIT, ClusteredKeys, levels_of, spreads_of
 from hsa.attention.clustered.layout import Shape
+from hsa.attention.clustered.operator import cluster
+from hsa.attention.clustered.why_not import why_not_cluster
+from hsa.attention.kernels import available
 
 Layer = dict[str, Tensor]
-LEVELS = ("keys", "groups", "nodes", "chunks")
 
 
-def layer_tensors(
-    rows: tuple[int | str, int | str], dims: tuple[int, int], shape: Shape, dtype: torch.dtype, *, windows: bool
-) -> dict[str, Wanted]:
-    """Return shape and dtype of the tensors of a layer.
+@dataclass(frozen=True)
+class Rule:
+    """Rule by which queries select groups; see `hsa.clustered_attention`."""
 
-    Args:
-        rows: Number of sequences and of key/value heads.
-        dims: Dimension of keys and values.
+    threshold: float | None
+    top_k: int | None
+    spread: float
+    share_lists: bool
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sizes and types of the tensors of a layer.
+
+    Attributes:
+        kv_heads: Number of key/value heads.
+        dims: Dimension of keys and of values.
         shape: Sizes of the trees.
         dtype: Type of keys and values.
+        device: Device of all tensors.
         windows: Whether keys stay in their order.
+        backend: "auto", "triton" or "torch".
     """
-    wanted: dict[str, Wanted] = {}
-    for side, dim in zip("kv", dims, strict=True):
-        for level, size in zip(LEVELS, shape.rows, strict=True):
-            wanted[f"{side}_{level}"] = ((*rows, "chunks", size, dim), dtype)
-    wanted["spread"] = ((*rows, "chunks", shape.groups, dims[0]), dtype)
-    if not windows:
-        wanted["time"] = ((*rows, "chunks", shape.chunk), torch.uint8 if shape.chunk <= 256 else torch.int16)
-    for name in ("first", "before"):
-        wanted[name] = ((rows[0], "lists", "chunks", shape.groups), torch.uint8)
-    return wanted
+
+    kv_heads: int
+    dims: tuple[int, int]
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+    windows: bool
+    backend: str
+
+    @cached_property
+    def why_not_cluster(self) -> list[str]:
+        """Reasons why no kernel can cluster chunks."""
+        k, v = (torch.empty(0, self.kv_heads, dim, dtype=self.dtype, device=self.device) for dim in self.dims)
+        return why_not_cluster(k, v, self.shape, self.backend)
+
+    @cached_property
+    def scores(self) -> tuple[torch.dtype, int]:
+        """Type and number of parts of the scores: as `hsa.cluster` makes them."""
+        if self.why_not_cluster:
+            return self.dtype, 1
+        from hsa.attention.clustered.triton.cluster import scores_of
+
+        return scores_of(self.dtype, self.device)
+
+    def tensors(self, sequences: int | str) -> dict[str, Wanted]:
+        """Return shape and dtype of the tensors of a layer."""
+        shape, rows = self.shape, (self.kv_heads, sequences, "chunks")
+        dtype, parts = self.scores
+        wanted: dict[str, Wanted] = {
+            name: ((*rows, shape.page, dim), self.dtype) for name, dim in zip("kv", self.dims, strict=True)
+        }
+        wanted["scores"] = (*rows, shape.branching[2], parts, shape.branching[1], self.dims[0]), dtype
+        if not self.windows:
+            wanted["time"] = (*rows, shape.chunk), torch.uint8 if shape.chunk <= 256 else torch.int16
+        for name in ("first", "before"):
+            wanted[name] = ("lists", sequences, "chunks", shape.groups), torch.uint8
+        return wanted
+
+    def close_chunks(self, layer: Layer, chunks: Sequence[tuple[int, int]]) -> None:
+        """Cluster and pool complete chunks, given as sequence and number, whose keys are in the order of time."""
+        if not self.why_not_cluster:
+            from hsa.attention.clustered.triton.cluster import cluster_pages
+
+            capacity = layer["k"].shape[2]
+            pages = torch.tensor([s * capacity + n for s, n in chunks], dtype=torch.int32).to(self.device)
+            with available.device_of(layer["k"]):
+                cluster_pages(as_keys(layer, [], self.shape), pages)
+            return
+        at = chunk_index(chunks, self.device)
+        k, v = (layer[name][at][:, :, : self.shape.chunk].flatten(1, 2).transpose(0, 1) for name in "kv")
+        keys = cluster(k, v, [len(k)], windows=self.windows, branching=self.shape.branching)
+        self.write_chunks(layer, keys, chunks)
+
+    def write_chunks(self, layer: Layer, keys: ClusteredKeys, chunks: Sequence[tuple[int, int]]) -> None:
+        """Write clustered keys as complete chunks, given as sequence and number."""
+        at = chunk_index(chunks, self.device)
+        written = {"k": keys.k, "v": keys.v, "scores": keys.scores, "time": keys.order}
+        if (keys.scores.dtype, keys.scores.shape[3]) != self.scores:
+            written["scores"] = self.scores_of_pages(keys.k)
+        for name, x in written.items():
+            if x is not None:
+                layer[name][at] = x.to(layer[name].dtype)
+
+    def scores_of_pages(self, pages: Tensor) -> Tensor:
+        """Return the scores of pages `[heads, …, rows, dim]` of keys, in the form that this cache has."""
+        dtype, parts = self.scores
+        keys, means, _, _ = levels_of(pages.flatten(1, -3), self.shape)
+        groups = keys.flatten(1, 2).unflatten(1, (-1, self.shape.group))
+        spread = spreads_of(groups).unflatten(1, (-1, self.shape.branching[1]))
+        stacked = torch.stack([means.reshape(spread.shape), spread][-parts:], 2)
+        if dtype == EIGHT_BITS:
+            limit = torch.finfo(dtype).max
+            stacked = (stacked.float() * UNIT).clamp_(-limit, limit)
+        return stacked.to(dtype).view(*pages.shape[:-2], self.shape.branching[2], *stacked.shape[2:])
 
 
-def chunk_index(chunks: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, slice, Tensor]:
+def as_keys(layer: Layer, chunks: Sequence[int], shape: Shape) -> ClusteredKeys:
+    """Return the pages of a layer as clustered keys, without a copy, given the number of complete chunks per sequence."""
+    k, v, scores = (layer[name].flatten(1, 2) for name in ("k", "v", "scores"))
+    order = layer["time"].flatten(1, 2) if "time" in layer else None
+    return ClusteredKeys(k, v, scores, order, tuple(chunks), shape, capacity=layer["k"].shape[2])
+
+
+def chunk_index(chunks: Sequence[tuple[int, int]], device: torch.device) -> tuple[slice, Tensor, Tensor]:
     """Return the index of chunks, given as sequence and number, into the tensors of a layer."""
     sequence, number = torch.tensor(chunks, dtype=torch.long, device=device).view(-1, 2).unbind(1)
-    return sequence, slice(None), number
+    return slice(None), sequence, number
 
 
-def write_chunks(layer: Layer, keys: ClusteredKeys, chunks: Sequence[tuple[int, int]]) -> None:
-    """Write clustered keys as complete chunks, given as sequence and number."""
-    at, several = chunk_index(chunks, keys.k.device), len(chunks)
-
-    def write(name: str, rows: Tensor) -> None:
-        layer[name][at] = rows.unflatten(1, (several, -1)).transpose(0, 1).to(layer[name].dtype)
-
-    for side, table in (("k", keys.k), ("v", keys.v)):
-        levels = table.split([several * size for size in keys.shape.rows], 1)
-        for level, rows in zip(LEVELS, levels, strict=True):
-            write(f"{side}_{level}", rows)
-    write("spread", keys.spread)
-    if keys.order is not None:
-        write("time", keys.order)
-
-
-def read_chunks(layer: Layer, sequences: Sequence[int], numbers: Sequence[int], shape: Shape) -> ClusteredKeys:
-    """Return the clustered keys of some sequences, which have these numbers of complete chunks."""
-    chunks = [(i, number) for i, count in zip(sequences, numbers, strict=True) for number in range(count)]
-    at = chunk_index(chunks, layer["spread"].device)
-
-    def read(name: str) -> Tensor:
-        return layer[name][at].transpose(0, 1).flatten(1, 2)
-
-    k, v = (torch.cat([read(f"{side}_{level}") for level in LEVELS], 1) for side in "kv")
-    order = read("time").to(torch.int16) if "time" in layer else None
-    return ClusteredKeys(k, v, read("spread"), order, tuple(numbers), shape)
-
-
-def in_time(layer: Layer, name: str, chunks: Sequence[tuple[int, int]]) -> None:
-    """Bring the keys or values of complete chunks back into the order of time."""
+def in_time(layer: Layer, name: str, chunks: Sequence[tuple[int, int]], size: int) -> None:
+    """Bring the keys or values of complete chunks of this size back into the order of time."""
     at = chunk_index(chunks, layer[name].device)
-    rows, time = layer[name][at], layer["time"][at].long()
-    layer[name][at] = torch.empty_like(rows).scatter_(2, time[..., None].expand_as(rows), rows)
+    pages, time = layer[name][at], layer["time"][at].long()
+    rows = pages[:, :, :size]
+    pages[:, :, :size] = torch.empty_like(rows).scatter_(2, time[..., None].expand_as(rows), rows)
+    layer[name][at] = pages

@@ -143,9 +143,8 @@ def select_groups(
     """
     _check_are_keys(keys)
     _check_causal(causal)
-    layout = layout_of(
-        lengths, query_lengths, recent, shape=Shape.of(keys.shape.branching, tile, causal=causal), causal=causal
-    )
+    shape = Shape.of(keys.shape.branching, tile, causal=causal)
+    layout = layout_of(lengths, query_lengths, recent, shape=shape, causal=causal, capacity=keys.capacity)
     _check({"q": q, "k": k}, layout)
     check_keys(keys, layout, k, None)
     threshold, top_k, spread = check_rule(threshold, top_k, spread)
@@ -263,7 +262,8 @@ def clustered_attention(
             raise InvalidInput("k", expected="a tensor [keys, heads, head_dim]", got=type(k).__name__)
         lengths = [len(k)]
     branching = _branching(branching, keys, windows)
-    layout = layout_of(lengths, query_lengths, recent, shape=Shape.of(branching, tile, causal=causal), causal=causal)
+    shape, capacity = Shape.of(branching, tile, causal=causal), None if keys is None else keys.capacity
+    layout = layout_of(lengths, query_lengths, recent, shape=shape, causal=causal, capacity=capacity)
     if keys is None and layout.recent != layout.lengths:
         raise InvalidInput(
             "recent", expected="None without `keys`", got="other lengths", fix="Pass keys=hsa.cluster(…)"

@@ -43,14 +43,17 @@ def _why_not(q: Tensor, v: Tensor, call: ClusteredCall | SelectCall) -> list[str
         reasons.append(f"a sequence has {chunks * shape.chunk:,} keys, too many for heads this wide")
     if (call.top_k or 0) > MOST_KEPT:
         reasons.append(f"top_k={call.top_k} is more than {MOST_KEPT}")
-    if shape.tile < 16:
-        reasons.append(f"tiles must have at least 16 queries, not {shape.tile}")
-    return reasons + why_not_shape(shape)
+    return reasons + why_not_tile(shape) + why_not_shape(shape)
 
 
-def why_not_cluster(k: Tensor, v: Tensor, shape: Shape) -> list[str]:
+def why_not_tile(shape: Shape) -> list[str]:
+    """Return the reasons why the kernels do not support these tiles."""
+    return [] if shape.tile >= 16 else [f"tiles must have at least 16 queries, not {shape.tile}"]
+
+
+def why_not_cluster(k: Tensor, v: Tensor, shape: Shape, backend: str = "auto") -> list[str]:
     """Return the reasons why the kernel cannot run `hsa.cluster`; an empty list if it can."""
-    return available.why_not(k, v, "auto") + why_not_widths(k, v) + why_not_shape(shape)
+    return available.why_not(k, v, backend) + why_not_widths(k, v) + why_not_shape(shape)
 
 
 def why_not_widths(k: Tensor, v: Tensor) -> list[str]:

@@ -24,7 +24,7 @@ MOST_MASS: tl.constexpr = tl.constexpr(2.0**64)
 
 
 @triton.jit
-def _step(logit, values, top, mass, out, scale, PRECISION: tl.constexpr, FIXED: tl.constexpr = False):
+def add_values(logit, values, top, mass, out, scale, PRECISION: tl.constexpr, FIXED: tl.constexpr = False):
     """Add values, weighted by their logits times a scale, to a running softmax. The scale is positive.
 
     Args:
@@ -80,7 +80,7 @@ def attend(
         near = tl.minimum(key, last - 1)
         logit = tl.dot(x, tl.trans(load_rows(k, near, k_row, DIM, DIM)), input_precision=PRECISION)
         logit = tl.where(key[None, :] < limit[:, None], logit, float("-inf"))
-        top, mass, total = _step(logit, load_rows(v, near, v_row, VALUE_DIM, DV), top, mass, total, scale, PRECISION)
+        top, mass, total = add_values(logit, load_rows(v, near, v_row, VALUE_DIM, DV), top, mass, total, scale, PRECISION)
 
     # Pooled rows. Entries are loaded one step ahead, because the addresses of keys and values depend on them.
     PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
@@ -104,7 +104,7 @@ def attend(
         is_seen = is_active(query[:, None], since[None, :], active[None, :])
         logit = tl.where(is_seen, logit * scale + log_count[None, :], float("-inf"))
         values = load_rows(v_pages, pooled, VALUE_DIM, VALUE_DIM, DV)
-        top, mass, total = _step(logit, values, top, mass, total, 1.0, PRECISION)
+        top, mass, total = add_values(logit, values, top, mass, total, 1.0, PRECISION)
 
     # Keys of open groups. The largest logit so far remains the reference of their weights, which saves a tenth of the time.
     # Where a logit is so much larger that weights may overflow, a second launch computes the tile again.
@@ -123,7 +123,7 @@ def attend(
         logit = tl.dot(x, tl.trans(load_rows(k_pages, keys, DIM, DIM, DIM)), input_precision=PRECISION)
         logit = tl.where(query[:, None] >= since[None, :], logit, float("-inf"))
         values = load_rows(v_pages, keys, VALUE_DIM, VALUE_DIM, DV)
-        top, mass, total = _step(logit, values, top, mass, total, scale, PRECISION, FIXED)
+        top, mass, total = add_values(logit, values, top, mass, total, scale, PRECISION, FIXED)
 
     total = total / tl.where(mass > 0, mass, 1.0)[:, None]
     value_column = tl.arange(0, DV)

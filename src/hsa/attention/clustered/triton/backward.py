@@ -3,7 +3,7 @@
     attend_gradients    per tile and head: the gradient of its queries, and, for every listed row, its part of the gradients of
                         the row's key and value, in the order of the lists
     transpose           per chunk and list: the parts of every row of the chunk, as a list
-    reduce              per node and key/value head: the sum of these parts
+    reduce              per row and key/value head: the sum of these parts
     finish              per block of keys: the gradients of its rows and of the means above them, passed down to the keys, plus
                         those of the tiles that see the keys exactly
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hsa.attention.clustered.triton.select import chunk_rows
+from hsa.attention.clustered.triton.lists import chunk_rows
 from hsa.attention.clustered.triton.tiles import (
     interval_of,
     is_active,
@@ -230,35 +230,42 @@ def transpose(
 
 
 @triton.jit
-def _reduce_unit(
-    parts, transposed, lengths, sums, num_readers, lists, num_lists, share, capacity, unit, AGAIN: tl.constexpr,
+def _add_parts(
+    parts, transposed, lengths, num_readers, num_lists, share, capacity, unit,
     UNITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of a unit of `SIZE` rows over all lists that read it, and store the sums.
+    """Return the sum `[SIZE, PADDED]` of the parts of a unit over all lists that read it.
 
     Args:
         transposed, lengths: Those of the first of `num_lists` lists.
-        sums: Rows of the unit. With `AGAIN`, they are added to.
     """
-    member, column = tl.arange(0, SIZE), tl.arange(0, PADDED)
-    is_column = column < WIDTH
-    total = tl.zeros([BLOCK, SIZE, PADDED], tl.float32)  # added up at the end, as sums across threads take long
+    member, column, entry = tl.arange(0, SIZE), tl.arange(0, PADDED), tl.arange(0, BLOCK)
+    # Rows of a group fill a warp, so that the entries of a column are in one thread. Sums across threads are taken once.
+    ENTRIES: tl.constexpr = 1 if SIZE > 1 else BLOCK
+    total = tl.zeros([ENTRIES, SIZE, PADDED], tl.float32)
     for number in range(num_lists):
         length = tl.load(lengths + number * UNITS + unit)
         entries = transposed + (number * UNITS + unit) * num_readers
-        for sharing in range(share):
-            for begin in range(0, length, BLOCK):
-                entry = begin + tl.arange(0, BLOCK)
-                at = tl.load(entries + entry, mask=entry < length, other=0) + sharing * capacity
-                rows = at.to(tl.int64)[:, None] + member[None, :]
-                mask = (entry < length)[:, None, None] & is_column[None, None, :]
+        at = tl.load(entries + entry, mask=entry < length, other=-1)
+        for begin in range(0, length, BLOCK):
+            following = tl.load(entries + begin + BLOCK + entry, mask=begin + BLOCK + entry < length, other=-1)
+            mask = (at >= 0)[:, None, None] & (column < WIDTH)[None, None, :]
+            for sharing in range(share):
+                rows = (at + sharing * capacity).to(tl.int64)[:, None] + member[None, :]
                 x = tl.load(parts + rows[:, :, None] * WIDTH + column[None, None, :], mask=mask, other=0.0)
-                total += x
-    result = tl.sum(total, 0)
-    to = sums + member[:, None] * WIDTH + column[None, :]
+                total += tl.sum(x.to(tl.float32), 0, keep_dims=True) if SIZE > 1 else x.to(tl.float32)
+            at = following
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _store_sums(sums, total, AGAIN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Store sums `[SIZE, PADDED]` of rows. With `AGAIN`, add them to what is there."""
+    column = tl.arange(0, PADDED)[None, :]
+    to = sums + tl.arange(0, SIZE)[:, None] * WIDTH + column
     if AGAIN:
-        result += tl.load(to, mask=is_column[None, :], other=0.0)
-    tl.store(to, result, mask=is_column[None, :])
+        total += tl.load(to, mask=column < WIDTH, other=0.0)
+    tl.store(to, total, mask=column < WIDTH)
 
 
 @triton.jit
@@ -267,42 +274,33 @@ def reduce(
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of all rows of a node: the keys and means of its groups, and its own mean, or also that of its chunk.
+    """Add up the parts of a unit of a chunk: the keys of a group, or the mean of a group, of a node or of the chunk.
 
     Args:
         sums: `[kv_heads, pages, rows of a page, WIDTH]` gradients of keys and values, side by side.
         AGAIN: Whether other slabs have stored sums before.
     """
-    node = tl.program_id(0) % NODES
-    kv_head = tl.program_id(0) // NODES % kv_heads
-    number = tl.program_id(0) // (NODES * kv_heads)
+    UNITS: tl.constexpr = 2 * GROUPS + NODES + 1
+    SIZE: tl.constexpr = CHUNK // GROUPS
+    kv_head = tl.program_id(0) % kv_heads
+    unit = tl.program_id(0) // kv_heads % UNITS
+    number = tl.program_id(0) // (kv_heads * UNITS)
     at = chunks + number * 5
     page, num_readers, before = tl.load(at), tl.load(at + 3), tl.load(at + 4)
-    if AGAIN:
-        if num_readers == 0:
-            return
-    UNITS: tl.constexpr = 2 * GROUPS + NODES + 1
-    PER_NODE: tl.constexpr = GROUPS // NODES
-    SIZE: tl.constexpr = CHUNK // GROUPS
     num_lists = lists // kv_heads
     transposed += (before.to(tl.int64) * lists + kv_head * num_lists * num_readers) * UNITS
     lengths += (number * lists + kv_head * num_lists) * UNITS
     sums += (kv_head.to(tl.int64) * pages + page) * ((CHUNK + GROUPS + NODES + 1) * WIDTH)
-    for group in range(node * PER_NODE, (node + 1) * PER_NODE):
-        _reduce_unit(
-            parts, transposed, lengths, sums + group * (SIZE * WIDTH), num_readers, lists, num_lists, share, capacity,
-            group, AGAIN, UNITS, SIZE, WIDTH, PADDED, 8
-        )  # fmt: skip
-        _reduce_unit(
-            parts, transposed, lengths, sums + (CHUNK + group) * WIDTH, num_readers, lists, num_lists, share, capacity,
-            GROUPS + group, AGAIN, UNITS, 1, WIDTH, PADDED, 64
-        )  # fmt: skip
-    last = node + 1 + (node == NODES - 1).to(tl.int32)  # the root follows the last node
-    for mean in range(node, last):
-        _reduce_unit(
-            parts, transposed, lengths, sums + (CHUNK + GROUPS + mean) * WIDTH, num_readers, lists, num_lists, share,
-            capacity, 2 * GROUPS + mean, AGAIN, UNITS, 1, WIDTH, PADDED, 64
-        )  # fmt: skip
+    if unit < GROUPS:
+        total = _add_parts(
+            parts, transposed, lengths, num_readers, num_lists, share, capacity, unit, UNITS, SIZE, WIDTH, PADDED, 4
+        )
+        _store_sums(sums + unit * (SIZE * WIDTH), total, AGAIN, SIZE, WIDTH, PADDED)
+    else:
+        mean = _add_parts(
+            parts, transposed, lengths, num_readers, num_lists, share, capacity, unit, UNITS, 1, WIDTH, PADDED, 16
+        )
+        _store_sums(sums + (CHUNK - GROUPS + unit) * WIDTH, mean, AGAIN, 1, WIDTH, PADDED)
 
 
 @triton.jit
@@ -367,24 +365,22 @@ def finish(
         scale = unit * LOG2_E
         query = tl.arange(0, TILE)
         share = heads // kv_heads
-        for tile in range(first_tile, first_tile + num_tiles):
-            row, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
-            exact, end = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
+        for step in range(num_tiles * share):
+            at = tiles + (first_tile + step // share) * 4
+            row, count, exact, end = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+            head = kv_head * share + step % share
+            there = query < count
             limit = end + tl.minimum(query, count - 1) if CAUSAL else end + 0 * query
-            is_seen = (first_key + key >= exact)[:, None] & ((first_key + key)[:, None] < limit[None, :])
-            is_seen = is_seen & (query < count)[None, :]
-            for member in range(share):
-                head = kv_head * share + member
-                there = query < count
-                of_queries = (row + query).to(tl.int64) * heads + head
-                x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, DIM)
-                g = load_queries(d_out, row, count, head, d_row, d_head, TILE, VALUE_DIM, DV)
-                sums = _row_sums(lse, of_queries, there) * LOG2_E
-                logits = tl.dot(y, tl.trans(x), input_precision=PRECISION) * scale - sums[None, :]
-                weights = tl.where(is_seen, tl.exp2(logits), 0.0)
-                d_logits = _d_logits(weights, z, g, _row_sums(deltas, of_queries, there), PRECISION)
-                d_key += tl.dot(d_logits.to(x.dtype), x, input_precision=PRECISION) * unit
-                d_value = tl.dot(weights.to(g.dtype), g, d_value, input_precision=PRECISION)
+            is_seen = (first_key + key >= exact)[:, None] & ((first_key + key)[:, None] < limit[None, :]) & there[None, :]
+            of_queries = (row + query).to(tl.int64) * heads + head
+            x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, DIM)
+            g = load_queries(d_out, row, count, head, d_row, d_head, TILE, VALUE_DIM, DV)
+            sums = _row_sums(lse, of_queries, there) * LOG2_E
+            logits = tl.dot(y, tl.trans(x), input_precision=PRECISION) * scale - sums[None, :]
+            weights = tl.where(is_seen, tl.exp2(logits), 0.0)
+            d_logits = _d_logits(weights, z, g, _row_sums(deltas, of_queries, there), PRECISION)
+            d_key += tl.dot(d_logits.to(x.dtype), x, input_precision=PRECISION) * unit
+            d_value = tl.dot(weights.to(g.dtype), g, d_value, input_precision=PRECISION)
     column, value_column = tl.arange(0, DIM), tl.arange(0, DV)
     row = ((first_key + key).to(tl.int64) * kv_heads + kv_head)[:, None]
     is_key = (key < num_keys)[:, None]

@@ -50,6 +50,20 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
     return keys
 
 
+def cluster_pages(keys: ClusteredKeys, pages: Tensor) -> None:
+    """Cluster and pool chunks in place, whose keys are in the order of time.
+
+    Args:
+        pages: `[chunks]` int32 their pages.
+    """
+    (heads, number, _, dim), value_dim, shape = keys.k.shape, keys.v.shape[3], keys.shape
+    order, scores = keys.scores if keys.order is None else keys.order, keys.scores
+    constants = constants_of(shape, dim, value_dim, keys.order is None, scores.dtype, scores.shape[3])
+    tensors = (keys.k, keys.v, pages, keys.scores, order, start_of(dim, pages.device))
+    key = compiled_for(*tensors, number, heads)
+    _cluster_in_place(key, len(pages) * heads, (*tensors, number, heads), constants)
+
+
 @lru_cache(maxsize=512)
 def _kernel(
     layout: Layout,
@@ -238,9 +252,26 @@ def cluster(
     )  # fmt: skip
 
 
+@triton.jit
+def cluster_in_place(
+    k_pages, v_pages, pages, scores, order, start, num_pages, heads,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    page = head * num_pages + tl.load(pages + tl.program_id(0) // heads)
+    ROWS: tl.constexpr = CHUNK + GROUPS + NODES + 1
+    k_pages += page * (ROWS * DIM)
+    v_pages += page * (ROWS * VALUE_DIM)
+    cluster_chunk(
+        k_pages, v_pages, DIM, VALUE_DIM, k_pages, v_pages, scores + page * (GROUPS * PARTS * DIM), order + page * CHUNK,
+        start, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, PARTS, UNIT
+    )  # fmt: skip
+
+
 @triton.constexpr_function
 def _log2(number):
     return number.bit_length() - 1
 
 
-_cluster = Launcher(cluster)
+_cluster, _cluster_in_place = Launcher(cluster), Launcher(cluster_in_place)

@@ -31,7 +31,7 @@ from hsa.attention.clustered.triton.operator import (
     select_tiles,
     sizes_of,
 )
-from hsa.attention.clustered.triton.select import lower
+from hsa.attention.clustered.triton.lists import lower
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.derivatives import first_order
 from hsa.attention.kernels.available import padded
@@ -218,7 +218,7 @@ class Gradients:
             (first, tiles, seen.tiles, seen.chunks, prefixes, counts, offsets, transposed, lengths, lists),
         )
         launches.reduce(
-            chunks * sizes.kv_heads * layout.shape.branching[2],
+            chunks * sizes.kv_heads * units,
             (parts, transposed, lengths, seen.chunks, self.sums, lists, sizes.kv_heads, layout.num_pages,
              sizes.heads // lists, capacity),
         )  # fmt: skip
@@ -240,7 +240,7 @@ def step_of(sizes: Sizes, layout: Layout) -> tuple[int, dict[str, int]]:
     """Return the rows per step of `attend_gradients`, and its launch options."""
     width = sizes.dim + padded(sizes.value_dim)
     rows, options = sizes.step(width * sizes.bytes, 2 * layout.shape.tile, ROWS)
-    return rows, {**options, "num_warps": 4 if width <= 128 else 8}
+    return rows, {**options, "num_warps": 4 if width * sizes.bytes <= 256 else 8}
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,11 @@ def _kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool, of_lse: boo
         attend=Prepared(_attend_gradients, key, attend),
         transpose=Prepared(_transpose, key, {**tree, "ROWS": rows, "BLOCK": 32, "num_warps": 4}),
         reduce=Prepared(
-            _reduce, key, {**tree, "WIDTH": width, "PADDED": padded(width), "AGAIN": again, "num_warps": 4}
-        ),
+            _reduce,
+            key,
+            {**tree, "WIDTH": width, "PADDED": padded(width), "AGAIN": again, "num_warps": max(1, padded(width) // 128),
+             "maxnreg": 128},
+        ),  # fmt: skip
     )
 
 
@@ -297,7 +300,7 @@ def finish(
         "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": dim,
         "VALUE_DIM": value_dim, "DV": padded(value_dim), "CAUSAL": layout.causal, "WINDOWS": order is None,
         "PRECISION": "ieee" if k.dtype == torch.float32 else "tf32", "BLOCK": KEY_BLOCK, "PAGES": sums is not None,
-        "EXACT": exact is not None, "num_warps": 4 if dim + value_dim <= 128 else 8, "num_stages": 1,
+        "EXACT": exact is not None, "num_warps": 4 if dim + value_dim <= 128 else 8, "num_stages": 2,
     }  # fmt: skip
     tensors = (q, k, v, d_out, lse, deltas, blocks, tile_table(layout, k.device), orders, k_sums, v_sums, d_k, d_v)
     numbers = (q.shape[1], kv_heads, layout.num_pages, k_sums.stride(-2), v_sums.stride(-2), *strides)

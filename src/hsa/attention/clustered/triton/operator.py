@@ -18,6 +18,7 @@ from hsa.attention.clustered.slabs import Slab, slabs, slabs_within
 from hsa.attention.clustered.triton import attend as attend_kernels
 from hsa.attention.clustered.triton import select as select_kernels
 from hsa.attention.clustered.triton.cluster import build_keys, unit_of
+from hsa.attention.clustered.triton.lists import lower
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels.available import padded, shared_memory
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for
@@ -35,7 +36,7 @@ LOG2_E = math.log2(math.e)
 _normalizers = Launcher(select_kernels.normalizers)
 _largest = Launcher(select_kernels.largest)
 _select = Launcher(select_kernels.select)
-_lower = Launcher(select_kernels.lower)
+_lower = Launcher(lower)
 _attend = Launcher(attend_kernels.attend)
 
 
@@ -287,10 +288,10 @@ def _attend_kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool) -> t
         options["maxnreg"] = 128
     constants = attend_constants(sizes, layout, rows) | {"BIASED": biased, **options}
     key = sizes.key, compiled_for(slab.num_tiles, layout.num_pages)
-    lower = Prepared(_lower, key, lower_constants(layout, rows))
+    to_lists = Prepared(_lower, key, lower_constants(layout, rows))
     # With a fixed reference, then again without it where that fails. In float16, weights above 65,504 would overflow.
     passes = ((False, False),) if sizes.dtype == torch.float16 else ((True, False), (False, True))
-    return lower, *(Prepared(_attend, key, {**constants, "FIXED": fixed, "AGAIN": again}) for fixed, again in passes)
+    return to_lists, *(Prepared(_attend, key, {**constants, "FIXED": fixed, "AGAIN": again}) for fixed, again in passes)
 
 
 def bias_of(bias: Tensor, sizes: Sizes) -> Tensor:
@@ -315,9 +316,9 @@ def _attend_tiles(
         listed: Memory for the lists of keys, of pooled rows and of their kinds, and for the lengths.
     """
     bias, tiles, lists = call.pooled_bias, slab.tiles, sizes.lists
-    lower, *passes = _attend_kernels(sizes, call.layout, slab, bias is not None)
+    to_lists, *passes = _attend_kernels(sizes, call.layout, slab, bias is not None)
     counts = listed[-1]
-    lower(slab.num_tiles * lists, (first, tiles, *listed, counts, counts, slab.num_tiles, lists))
+    to_lists(slab.num_tiles * lists, (first, tiles, *listed, counts, counts, slab.num_tiles, lists))
     bias = lse if bias is None else bias_of(bias, sizes)
     tensors = (call.q, call.k, call.v, keys.k, keys.v, *listed, tiles, bias, out, lse)
     numbers = (slab.num_tiles, sizes.heads, sizes.kv_heads, lists, call.layout.num_pages, *sizes.strides)

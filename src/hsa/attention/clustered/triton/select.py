@@ -1,13 +1,7 @@
-"""Kernels that select groups: a bound per query, the first query of a tile that reaches it, and lists of open rows.
+"""Kernels that select groups: a bound per query, and the first query of a tile that reaches it.
 
 No matrix of scores is written: `select` keeps, per tile, list and group, one byte. A program has a *bundle* of tiles that
-see the same chunks, so that it reads the means and spreads of groups once for all of them. `lower` turns the bytes into two
-lists per tile and list, in a fixed order:
-
-- keys: open groups, with the first query for which they are open;
-- pooled: the means of groups, of nodes and of chunks that are active for some query, with their interval of queries.
-
-Both are padded to whole steps of `attend`, with entries that are never active.
+see the same chunks, so that it reads the means and spreads of groups once for all of them.
 
 Logits are in powers of two. Bounds and estimates leave out the scale and the size of a group, which all groups share.
 """
@@ -34,7 +28,7 @@ def _abs(x):
 
 
 @triton.jit
-def _add(logit, top, mass):
+def add_mass(logit, top, mass):
     """Add logits to a running log-sum-exp."""
     new = tl.maximum(top, tl.max(logit, 1))
     base = tl.where(new == float("-inf"), 0.0, new)
@@ -65,7 +59,7 @@ def normalizers(
         y = tl.load(k + tl.minimum(key, last - 1)[:, None] * k_row + column[None, :])
         logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
         limit = tl.minimum(end - exact + query, last) if CAUSAL else last + 0 * query
-        top, mass = _add(tl.where(key[None, :] < limit[:, None], logit, float("-inf")), top, mass)
+        top, mass = add_mass(tl.where(key[None, :] < limit[:, None], logit, float("-inf")), top, mass)
     nodes = visible * NODES
     PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
     k_pages += (kv_head * pages + first_chunk) * (PAGE * DIM)
@@ -75,7 +69,7 @@ def normalizers(
         at = last_node // NODES * PAGE + (CHUNK + GROUPS) + last_node % NODES
         y = tl.load(k_pages + at[:, None] * DIM + column[None, :])
         logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + LOG_NODE
-        top, mass = _add(tl.where((node < nodes)[None, :], logit, float("-inf")), top, mass)
+        top, mass = add_mass(tl.where((node < nodes)[None, :], logit, float("-inf")), top, mass)
     bound = (top + tl.log2(mass) + log_threshold - LOG_GROUP) / scale
     tl.store(bounds + (row + query).to(tl.int64) * heads + head, bound, mask=query < count)
 
@@ -206,100 +200,3 @@ def select(
             if member > 0:
                 opened = tl.minimum(opened, tl.load(to, mask=listable, other=255).to(tl.int32))
             tl.store(to, opened.to(tl.uint8), mask=listable)
-
-
-@triton.jit
-def _kind(since, end, LOG_COUNT: tl.constexpr):
-    """Return as one integer: the logarithm of a count, of whose float 10 bits are enough, and an interval of queries."""
-    log_count = tl.full([1], LOG_COUNT, tl.float32).to(tl.int32, bitcast=True)
-    return tl.sum(log_count, 0) | (since << 8) | (end - since)
-
-
-@triton.jit
-def chunk_rows(opened, is_chunk, CHUNKS: tl.constexpr, NODES: tl.constexpr, GROUPS: tl.constexpr):
-    """Return which rows of chunks are listed, given the first query `[chunks, groups]` for which groups are open.
-
-    Returns:
-        Whether each group is open, and listed as a mean, `[chunks, groups]`; whether each node is, `[chunks, nodes]`, and
-        the root, `[chunks]`; then the first query of the node of each group, of each node and of each chunk.
-    """
-    SIZE: tl.constexpr = GROUPS // NODES
-    of_node = tl.min(tl.reshape(opened, [CHUNKS, NODES, SIZE]), 2)
-    of_chunk = tl.min(of_node, 1)
-    since = tl.reshape(tl.broadcast_to(of_node[:, :, None], [CHUNKS, NODES, SIZE]), [CHUNKS, GROUPS])
-    is_root = (of_chunk > 0) & is_chunk
-    return opened < 255, since < opened, of_chunk[:, None] < of_node, is_root, since, of_node, of_chunk
-
-
-@triton.jit
-def lower(
-    first, tiles, key_list, pooled_rows, pooled_kinds, counts, prefixes, rows, num_tiles, lists,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, ENTRIES: tl.constexpr,
-    ROWS: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    GRADIENT: tl.constexpr,
-):  # fmt: skip
-    """Store the lists of a tile, and their lengths: open groups, and pooled rows with their kinds.
-
-    For gradients, also store the number of rows of the padded lists, and for every chunk the lengths of the lists before it.
-    """
-    listed = tl.program_id(0) // num_tiles
-    number = tl.program_id(0) % num_tiles
-    _, _, first_chunk, visible, _, _, of_selection, offset, tile = load_tile(tiles, number)
-    groups = visible * GROUPS
-    first += (of_selection.to(tl.int64) * lists + listed * visible) * GROUPS
-    base = offset.to(tl.int64) * lists + listed * visible
-    padding = (number * lists + listed).to(tl.int64)
-    prefixes += base * 2
-    key_list += base * GROUPS + padding * ENTRIES
-    # There are never more pooled rows than groups: of each node and chunk, a member opens at the same query.
-    pooled_rows += base * GROUPS + padding * ROWS
-    pooled_kinds += base * GROUPS + padding * ROWS
-    PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
-    chunk, node, inside = tl.arange(0, BLOCK), tl.arange(0, NODES), tl.arange(0, GROUPS)
-    num_open = 0
-    num_pooled = 0
-    for begin in range(0, visible, BLOCK):
-        group = (begin + chunk)[:, None] * GROUPS + inside[None, :]
-        opened = tl.load(first + group, mask=group < groups, other=255).to(tl.int32)
-        is_chunk = begin + chunk < visible
-        is_open, is_mean, is_node, is_root, since, of_node, of_chunk = chunk_rows(
-            opened, is_chunk, BLOCK, NODES, GROUPS
-        )
-        # Both kinds of entries are counted together, in the halves of one integer.
-        flags = is_open.to(tl.int32) | (is_mean.to(tl.int32) << 16)
-        rank = tl.cumsum(flags, 1) - flags
-        number_of, nodes = tl.sum(flags, 1), tl.sum(is_node.to(tl.int32), 1)
-        means = number_of >> 16
-        number_of += (nodes + is_root.to(tl.int32)) << 16
-        rank_of = tl.cumsum(number_of, 0) - number_of
-        total = tl.sum(number_of, 0)
-        at = num_open + (rank_of & 65535)
-        if GRADIENT:
-            tl.store(prefixes + (begin + chunk) * 2, at, mask=is_chunk)
-            tl.store(prefixes + (begin + chunk) * 2 + 1, num_pooled + (rank_of >> 16), mask=is_chunk)
-        tl.store(key_list + at[:, None] + (rank & 65535), (group << 8) | opened, mask=is_open)
-        at = num_pooled + (rank_of >> 16)
-        to_mean = at[:, None] + (rank >> 16)
-        page = (first_chunk + begin + chunk) * PAGE + CHUNK  # first mean
-        tl.store(pooled_rows + to_mean, page[:, None] + inside[None, :], mask=is_mean)
-        tl.store(pooled_kinds + to_mean, _kind(since, tl.minimum(opened, TILE), LOG_GROUP), mask=is_mean)
-        rank = (at + means)[:, None] + tl.cumsum(is_node.to(tl.int32), 1) - is_node.to(tl.int32)
-        tl.store(pooled_rows + rank, page[:, None] + GROUPS + node[None, :], mask=is_node)
-        tl.store(pooled_kinds + rank, _kind(of_chunk[:, None], tl.minimum(of_node, TILE), LOG_NODE), mask=is_node)
-        tl.store(pooled_rows + at + means + nodes, page + GROUPS + NODES, mask=is_root)
-        tl.store(pooled_kinds + at + means + nodes, _kind(0, tl.minimum(of_chunk, TILE), LOG_CHUNK), mask=is_root)
-        num_open += total & 65535
-        num_pooled += total >> 16
-
-    # Fill the last steps of `attend` with groups that are never open, and with rows that are never active.
-    step = tl.arange(0, ROWS)
-    more_open, more_pooled = (ENTRIES - num_open % ENTRIES) % ENTRIES, (ROWS - num_pooled % ROWS) % ROWS
-    tl.store(key_list + num_open + step, 255 + 0 * step, mask=step < more_open)
-    tl.store(pooled_rows + num_pooled + step, first_chunk * PAGE + CHUNK + 0 * step, mask=step < more_pooled)
-    tl.store(pooled_kinds + num_pooled + step, 0 * step, mask=step < more_pooled)
-    counts += (tile * lists + listed) * 2
-    tl.store(counts, num_open)
-    tl.store(counts + 1, num_pooled)
-    if GRADIENT:
-        SIZE: tl.constexpr = CHUNK // GROUPS
-        tl.store(rows + number * lists + listed, (num_open + more_open) * SIZE + num_pooled + more_pooled)

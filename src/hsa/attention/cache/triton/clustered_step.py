@@ -1,0 +1,506 @@
+"""Kernels for a step of `ClusteredCache`: the attention of a few new tokens per sequence, without the host.
+
+    near      store the new keys and values, attend to the chunk in progress, and add up the masses of all pooled nodes
+    select    estimate all groups, and add those that the tokens want to the open groups of the tile
+    attend    list the open groups and the pooled rows of the other keys, attend to them, and merge all partial results
+    close     cluster and pool the chunk that the tokens complete
+
+Each sequence knows its own length on the device, so a step can be captured as a CUDA graph. The chunks of a sequence are
+divided among `SPLITS` programs. New tokens may belong to two tiles: each launch is for one of them, and a step of several
+tokens runs twice. Rows of a program are the heads of a key/value head times the tokens, padded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hsa.attention.cache.clustered_rows import Layer, Rule
+from hsa.attention.cache.interface import AttendOptions
+from hsa.attention.clustered.layout import Shape
+from hsa.attention.clustered.triton.attend import add_values
+from hsa.attention.clustered.triton.cluster import cluster_chunk, constants_of, start_of, unit_of
+from hsa.attention.clustered.triton.lists import append_chunks, pad_lists
+from hsa.attention.clustered.triton.select import add_mass, estimates
+from hsa.attention.clustered.triton.tiles import interval_of, is_active, load_rows, of_members, rows_of_groups
+from hsa.attention.kernels.available import padded
+from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for, last_stride_1
+
+PROGRAMS = 1024
+"""Number of programs of a launch that a GPU needs to be busy."""
+MOST_SPLITS = 64
+"""Maximum number of programs that share the chunks of a sequence and head."""
+ROWS = 64
+"""Maximum number of rows of keys and values that are read at once."""
+GROUPS_AT_ONCE = 32
+"""Number of groups that are estimated at once."""
+MOST_TOKENS = 16
+"""Maximum number of new tokens per sequence."""
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _tile_of(lengths, sequence, tokens, LATER: tl.constexpr, TILE: tl.constexpr):
+    """Return the tokens [first, end) of a step that belong to one tile, and the position of the first of them."""
+    begin = tl.load(lengths + sequence) - tokens
+    border = tl.minimum(TILE - begin % TILE, tokens)
+    if LATER:
+        return border, tokens, begin + border
+    return 0 * border, border, begin
+
+
+@triton.jit
+def _rows(kv_head, share, tokens, HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    """Return the token and the head of each row of a key/value head, and whether they exist."""
+    row = tl.arange(0, HEADS * TOKENS)
+    token, member = row % TOKENS, row // TOKENS
+    return token, kv_head * share + member, (token < tokens) & (member < share)
+
+
+@triton.jit
+def _split_of(split, visible, SPLITS: tl.constexpr):
+    """Return the chunks [first, end) of a program."""
+    each = (visible + SPLITS - 1) // SPLITS
+    first = tl.minimum(split * each, visible)
+    return first, tl.minimum(first + each, visible)
+
+
+@triton.jit
+def _log_sum(top, mass):
+    """Return the log-sum-exp of logits whose weights relative to `top` add up to `mass`; −∞ if there are none."""
+    return tl.where(mass > 0, top + tl.log2(tl.where(mass > 0, mass, 1.0)), float("-inf"))
+
+
+@triton.jit
+def _log_sum_of_parts(sums, entry, there, SPLITS: tl.constexpr, PADDED: tl.constexpr):
+    """Return the log-sum-exp of the `SPLITS` + 1 partial sums of every row."""
+    part = tl.arange(0, PADDED)
+    is_part = there[:, None] & (part <= SPLITS)[None, :]
+    parts = tl.load(sums + entry[:, None] + part[None, :], mask=is_part, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(parts, 1)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    return _log_sum(top, tl.sum(tl.exp2(parts - top[:, None]), 1))
+
+
+@triton.jit
+def near(
+    q, k, v, k_pages, v_pages, lengths, outs, sums, batch, capacity, heads, kv_heads, tokens,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, scale,
+    LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
+    LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store partial sums of masses: of nodes in the first entries, of the chunk in progress, with its output, in the last."""
+    split = tl.program_id(0) % (SPLITS + 1)
+    sequence = tl.program_id(0) // (SPLITS + 1) % batch
+    kv_head = tl.program_id(0) // ((SPLITS + 1) * batch)
+    from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
+    visible = position // CHUNK
+    if (from_token == to_token) | (visible >= capacity):
+        return
+    PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
+    page = (kv_head * batch + sequence).to(tl.int64) * capacity
+    token, head, there = _rows(kv_head, heads // kv_heads, to_token, HEADS, TOKENS)
+    there = there & (token >= from_token)
+    column, value_column = tl.arange(0, DIM), tl.arange(0, DV)
+    at = q + sequence * q_batch + token * q_token + head * q_head
+    x = tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0)
+    entry = ((sequence * tokens + token) * heads + head) * (SPLITS + 1) + split
+    top = tl.full([HEADS * TOKENS], float("-inf"), tl.float32)
+    mass = tl.zeros([HEADS * TOKENS], tl.float32)
+    if split < SPLITS:
+        first, end = _split_of(split, visible, SPLITS)
+        k_pages += (page + first) * (PAGE * DIM)
+        nodes = (end - first) * NODES
+        for begin in range(0, nodes, BLOCK):
+            node = begin + tl.arange(0, BLOCK)
+            row = tl.minimum(node, nodes - 1)
+            y = load_rows(k_pages, row // NODES * PAGE + (CHUNK + GROUPS) + row % NODES, DIM, DIM, DIM)
+            logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + LOG_NODE
+            top, mass = add_mass(tl.where((node < nodes)[None, :], logit, float("-inf")), top, mass)
+    else:
+        k_pages += (page + visible) * (PAGE * DIM)
+        v_pages += (page + visible) * (PAGE * VALUE_DIM)
+        last = position % CHUNK - from_token  # row of token 0
+        new = tl.arange(0, TOKENS)
+        is_new = (new >= from_token) & (new < to_token)
+        from_k = k + sequence * k_batch + kv_head * k_head + new[:, None] * k_token + column[None, :]
+        from_v = v + sequence * v_batch + kv_head * v_head + new[:, None] * v_token + value_column[None, :]
+        is_value = is_new[:, None] & (value_column[None, :] < VALUE_DIM)
+        to = (last + new)[:, None]
+        tl.store(k_pages + to * DIM + column[None, :], tl.load(from_k, mask=is_new[:, None]), mask=is_new[:, None])
+        tl.store(v_pages + to * VALUE_DIM + value_column[None, :], tl.load(from_v, mask=is_value), mask=is_value)
+        tl.debug_barrier()
+        total = tl.zeros([HEADS * TOKENS, DV], tl.float32)
+        for begin in range(0, last + to_token, BLOCK):
+            key = begin + tl.arange(0, BLOCK)
+            row = tl.minimum(key, last + to_token - 1)
+            logit = tl.dot(x, tl.trans(load_rows(k_pages, row, DIM, DIM, DIM)), input_precision=PRECISION)
+            logit = tl.where(key[None, :] <= (last + token)[:, None], logit, float("-inf"))
+            values = load_rows(v_pages, row, VALUE_DIM, VALUE_DIM, DV)
+            top, mass, total = add_values(logit, values, top, mass, total, scale, PRECISION)
+        to = outs + entry[:, None].to(tl.int64) * VALUE_DIM + value_column[None, :]
+        total = total / tl.where(mass > 0, mass, 1.0)[:, None]
+        tl.store(to, total, mask=there[:, None] & (value_column[None, :] < VALUE_DIM))
+    tl.store(sums + entry, _log_sum(top, mass), mask=there)
+
+
+@triton.jit
+def select(
+    q, k_pages, scores, lengths, sums, first, before, batch, capacity, heads, kv_heads, tokens,
+    q_batch, q_token, q_head, scale, log_threshold, weight,
+    LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+    SPREAD: tl.constexpr, SHARED: tl.constexpr, LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Add the groups that the tokens want to the open groups of their tile, in some chunks."""
+    split = tl.program_id(0) % SPLITS
+    sequence = tl.program_id(0) // SPLITS % batch
+    kv_head = tl.program_id(0) // (SPLITS * batch)
+    from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
+    visible = position // CHUNK
+    if (from_token == to_token) | (visible >= capacity):
+        return
+    first_chunk, end = _split_of(split, visible, SPLITS)
+    if first_chunk == end:
+        return
+    share = heads // kv_heads
+    page = (kv_head * batch + sequence).to(tl.int64) * capacity + first_chunk
+    k_pages += page * ((CHUNK + GROUPS + NODES + 1) * DIM)
+    scores += page * (GROUPS * PARTS * DIM)
+    token, head, there = _rows(kv_head, share, to_token, HEADS, TOKENS)
+    there = there & (token >= from_token)
+    column = tl.arange(0, DIM)
+    at = q + sequence * q_batch + token * q_token + head * q_head
+    x = tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0).to(scores.dtype.element_ty)
+    entry = ((sequence * tokens + token) * heads + head) * (SPLITS + 1)
+    total = _log_sum_of_parts(sums, entry, there, SPLITS, PADDED)
+    bound = tl.where(there, (total + log_threshold - LOG_GROUP) / scale * UNIT, float("inf"))
+    since = position % TILE + token - from_token
+    starts = position % TILE == 0
+    lists = 1 if SHARED else share
+    member = tl.arange(0, HEADS)
+    row = ((kv_head * lists + member).to(tl.int64) * batch + sequence) * capacity + first_chunk
+    groups = (end - first_chunk) * GROUPS
+    for begin in range(0, groups, BLOCK):
+        estimate = estimates(
+            x, k_pages, scores, begin, groups, weight, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, PRECISION, BLOCK
+        )
+        wanted = tl.where(estimate >= bound[None, :], since[None, :], 255)
+        wanted = tl.min(tl.reshape(wanted, [BLOCK, HEADS, TOKENS]), 2)
+        if SHARED:
+            wanted = tl.broadcast_to(tl.min(wanted, 1)[:, None], [BLOCK, HEADS])
+        group = begin + tl.arange(0, BLOCK)
+        wanted = tl.where((first_chunk == 0) & (group == 0)[:, None], 0, wanted)  # the group of the first key
+        to = row[None, :] * GROUPS + group[:, None]
+        is_group = (group < groups)[:, None] & (member < lists)[None, :]
+        opened = tl.load(first + to, mask=is_group, other=255).to(tl.int32)
+        if starts:
+            tl.store(before + to, opened.to(tl.uint8), mask=is_group)
+            opened = 0 * opened + 255
+        tl.store(first + to, tl.minimum(opened, wanted).to(tl.uint8), mask=is_group)
+
+
+@triton.jit
+def attend(
+    q, k_pages, v_pages, lengths, first, key_list, pooled_rows, pooled_kinds, bias, outs, sums, tickets, out,
+    batch, capacity, heads, kv_heads, lists, tokens, q_batch, q_token, q_head, scale,
+    LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
+    TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, BIASED: tl.constexpr,
+    LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Attend to the rows of some chunks. The last program of a sequence and head merges the results of all."""
+    split = tl.program_id(0) % SPLITS
+    sequence = tl.program_id(0) // SPLITS % batch
+    head = tl.program_id(0) // (SPLITS * batch)
+    from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
+    if from_token == to_token:
+        return
+    visible = position // CHUNK
+    row = tl.arange(0, TOKENS)
+    there = (row >= from_token) & (row < to_token)
+    column, value_column = tl.arange(0, DIM), tl.arange(0, DV)
+    is_value = there[:, None] & (value_column[None, :] < VALUE_DIM)
+    entry = ((sequence * tokens + row) * heads + head) * (SPLITS + 1)
+    to_out = out + ((sequence * tokens + row) * heads + head).to(tl.int64)[:, None] * VALUE_DIM + value_column[None, :]
+    if visible >= capacity:  # a replayed graph has gone beyond the memory of the cache
+        tl.store(to_out, tl.full([TOKENS, DV], float("nan"), tl.float32).to(out.dtype.element_ty), mask=is_value)
+        return
+    PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
+    SIZE: tl.constexpr = CHUNK // GROUPS
+    kv_head = head // (heads // kv_heads)
+    page = (kv_head * batch + sequence).to(tl.int64) * capacity
+    k_pages += page * (PAGE * DIM)
+    v_pages += page * (PAGE * VALUE_DIM)
+    first_chunk, end = _split_of(split, visible, SPLITS)
+
+    # Lists of this program.
+    at = (head // (heads // lists) * batch + sequence).to(tl.int64) * capacity
+    first += at * GROUPS
+    own = ((head * batch + sequence).to(tl.int64) * capacity + first_chunk) * GROUPS
+    padding = ((head * batch + sequence) * SPLITS + split).to(tl.int64)
+    key_list += own + padding * ENTRIES
+    pooled_rows += own + padding * ROWS
+    pooled_kinds += own + padding * ROWS
+    num_open = 0
+    num_pooled = 0
+    for begin in range(first_chunk, end, BLOCK):
+        num_open, num_pooled = append_chunks(
+            first, key_list, pooled_rows, pooled_kinds, first, begin, end, 0, num_open, num_pooled,
+            TILE, CHUNK, GROUPS, NODES, LOG_GROUP, LOG_NODE, LOG_CHUNK, BLOCK, False
+        )  # fmt: skip
+    num_open, num_pooled = pad_lists(
+        key_list, pooled_rows, pooled_kinds, num_open, num_pooled, first_chunk * PAGE, ENTRIES, ROWS
+    )
+    tl.debug_barrier()
+
+    x = tl.load(
+        q + sequence * q_batch + head * q_head + row[:, None] * q_token + column[None, :], mask=there[:, None], other=0.0
+    )
+    query = position % TILE + row - from_token
+    top = tl.full([TOKENS], float("-inf"), tl.float32)
+    mass = tl.zeros([TOKENS], tl.float32)
+    total = tl.zeros([TOKENS, DV], tl.float32)
+    pooled_bias = tl.load(bias + head) if BIASED else 0.0
+    for begin in range(0, num_pooled, ROWS):
+        listed = begin + tl.arange(0, ROWS)
+        rows = tl.load(pooled_rows + listed)
+        log_count, since, active = interval_of(tl.load(pooled_kinds + listed))
+        if BIASED:
+            log_count += pooled_bias
+        logit = tl.dot(x, tl.trans(load_rows(k_pages, rows, DIM, DIM, DIM)), input_precision=PRECISION)
+        is_seen = is_active(query[:, None], since[None, :], active[None, :])
+        logit = tl.where(is_seen, logit * scale + log_count[None, :], float("-inf"))
+        values = load_rows(v_pages, rows, VALUE_DIM, VALUE_DIM, DV)
+        top, mass, total = add_values(logit, values, top, mass, total, 1.0, PRECISION)
+    for begin in range(0, num_open, ENTRIES):
+        opened = tl.load(key_list + begin + tl.arange(0, ENTRIES))
+        keys, since = rows_of_groups(opened >> 8, SIZE, GROUPS, PAGE), of_members(opened & 255, SIZE)
+        logit = tl.dot(x, tl.trans(load_rows(k_pages, keys, DIM, DIM, DIM)), input_precision=PRECISION)
+        logit = tl.where(query[:, None] >= since[None, :], logit, float("-inf"))
+        values = load_rows(v_pages, keys, VALUE_DIM, VALUE_DIM, DV)
+        top, mass, total = add_values(logit, values, top, mass, total, scale, PRECISION)
+    total = total / tl.where(mass > 0, mass, 1.0)[:, None]
+    to = outs + (entry + split)[:, None].to(tl.int64) * VALUE_DIM + value_column[None, :]
+    tl.store(to, total, mask=is_value)
+    tl.store(sums + entry + split, _log_sum(top, mass), mask=there)
+
+    # The last program of a sequence and head merges all results, in a fixed order.
+    tl.debug_barrier()
+    ticket = tl.atomic_add(tickets + head * batch + sequence, 1)
+    if ticket == SPLITS - 1:
+        tl.store(tickets + head * batch + sequence, 0)
+        whole = _log_sum_of_parts(sums, entry, there, SPLITS, PADDED)
+        whole = tl.where(there, whole, 0.0)
+        total = tl.zeros([TOKENS, DV], tl.float32)
+        for number in range(SPLITS + 1):
+            of_part = tl.load(sums + entry + number, mask=there, other=float("-inf"), cache_modifier=".cg")
+            of_split = outs + (entry + number)[:, None].to(tl.int64) * VALUE_DIM + value_column[None, :]
+            values = tl.load(of_split, mask=is_value, other=0.0, cache_modifier=".cg")
+            total += tl.exp2(of_part - whole)[:, None] * values
+        tl.store(to_out, total.to(out.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def close(
+    k_pages, v_pages, scores, order, start, lengths, batch, capacity, tokens,
+    LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr,
+    PARTS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Cluster and pool the chunk that the tokens complete, if there is one, in place."""
+    sequence = tl.program_id(0) % batch
+    head = tl.program_id(0) // batch
+    from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
+    end = position + to_token - from_token
+    chunk = position // CHUNK
+    if (from_token == to_token) | (end % CHUNK != 0) | (chunk >= capacity):
+        return
+    page = (head * batch + sequence).to(tl.int64) * capacity + chunk
+    PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
+    k_pages += page * (PAGE * DIM)
+    v_pages += page * (PAGE * VALUE_DIM)
+    cluster_chunk(
+        k_pages, v_pages, DIM, VALUE_DIM, k_pages, v_pages, scores + page * (GROUPS * PARTS * DIM), order + page * CHUNK,
+        start, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, PARTS, UNIT
+    )  # fmt: skip
+
+
+_near, _select, _attend, _close = Launcher(near), Launcher(select), Launcher(attend), Launcher(close)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Whatever determines the compiled kernels of a step."""
+
+    shape: Shape
+    rule: Rule
+    windows: bool
+    batch: int
+    capacity: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+    scores: torch.dtype
+    parts: int
+    biased: bool
+    strides: tuple[int, ...]  # of q, k and v, without those of the last dimension
+    is_aligned: tuple[bool, ...]  # whether q, k, v and the bias start at multiples of 16 bytes
+
+    @property
+    def lists(self) -> int:
+        """Number of lists of open groups."""
+        return self.kv_heads if self.rule.share_lists else self.heads
+
+    @property
+    def splits(self) -> int:
+        """Number of programs that share the chunks of a sequence and head."""
+        wanted = min(MOST_SPLITS, self.capacity, PROGRAMS // (self.batch * self.kv_heads))
+        return 1 << max(0, wanted.bit_length() - 1)
+
+    @property
+    def block(self) -> int:
+        """Number of rows of keys and values that are read at once."""
+        width = (self.dim + padded(self.value_dim)) * self.dtype.itemsize
+        return ROWS if width <= 512 else ROWS // 2
+
+
+class Launches(NamedTuple):
+    """Prepared launches of a step, for the tokens of one tile."""
+
+    near: Prepared
+    select: Prepared
+    attend: Prepared
+    close: Prepared
+
+
+@lru_cache(maxsize=256)
+def launches(step: Step) -> tuple[Launches, ...]:
+    """Return the launches for the first tile of a step and, if there are several tokens, for the next."""
+    shape, splits, tokens = step.shape, step.splits, 1 << (step.tokens - 1).bit_length()
+    tree = {"TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2]}
+    rows = {"HEADS": max(padded(step.heads // step.kv_heads) // tokens, _power_of_2(step.heads // step.kv_heads))}
+    values = {"DIM": step.dim, "VALUE_DIM": step.value_dim, "DV": padded(step.value_dim)}
+    precision = {"PRECISION": "ieee" if step.dtype == torch.float32 else "tf32", "SPLITS": splits}
+    log_group, log_node = {"LOG_GROUP": math.log2(shape.group)}, {"LOG_NODE": math.log2(shape.node)}
+    scores = {"PARTS": step.parts, "UNIT": unit_of(step.scores)}
+    spread = step.rule.spread
+    selecting = {"SPREAD": int(spread) if spread in (0.0, 1.0) else 2, "SHARED": step.rule.share_lists}
+    merging = {"PADDED": padded(splits + 1), "num_warps": 4}
+    listing = {"ROWS": step.block, "ENTRIES": step.block // shape.group, "BLOCK": 256 // shape.groups}
+    sizes = (step.batch, step.capacity, step.heads, step.kv_heads, step.lists, step.tokens, *step.strides)
+    key = step.dtype, step.scores, compiled_for(*sizes), step.is_aligned
+    result = []
+    for later in (False, True) if step.tokens > 1 else (False,):
+        common = {"LATER": later, **tree}
+        near = {**common, **rows, "TOKENS": tokens, **values, **precision, **log_node, "BLOCK": step.block}
+        select = {**common, **rows, "TOKENS": tokens, "DIM": step.dim, **scores, **selecting, **log_group, **precision}
+        attend = {**common, "TOKENS": padded(tokens), **values, "BIASED": step.biased, **log_group, **log_node}
+        attend |= {"LOG_CHUNK": math.log2(shape.chunk), **precision, **listing, **merging}
+        close = constants_of(shape, step.dim, step.value_dim, step.windows, step.scores, step.parts)
+        result.append(
+            Launches(
+                Prepared(_near, key, {**near, "num_warps": 4}),
+                Prepared(_select, key, {**select, "BLOCK": GROUPS_AT_ONCE, **merging}),
+                Prepared(_attend, key, attend),
+                Prepared(_close, key, {"LATER": later, "TILE": shape.tile, **close}),
+            )
+        )
+    return tuple(result)
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+class Decode:
+    """Steps of a `ClusteredCache`, for batches and capacities of one size.
+
+    Args:
+        shape: Sizes of the trees.
+        rule: Rule by which queries select groups; it has a threshold.
+        windows: Whether keys stay in their order.
+    """
+
+    def __init__(self, shape: Shape, rule: Rule, windows: bool):
+        self.shape, self.rule, self.windows = shape, rule, windows
+        self._memory: tuple[Tensor, ...] = ()
+        self._step: Step | None = None  # the step that the memory is for
+
+    def attend(
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, options: AttendOptions
+    ) -> Tensor:
+        """Store new tokens and return their attention `[batch, tokens, heads, value_dim]`.
+
+        Args:
+            layer: Tensors of a layer.
+            q: `[batch, tokens, heads, dim]`.
+            k, v: `[batch, tokens, kv_heads, dim]`.
+            lengths: `[batch]` int32 number of tokens of every sequence, with the new ones.
+        """
+        q, k, v = (last_stride_1(x) for x in (q, k, v))
+        scores, first, threshold = layer["scores"], layer["first"], self.rule.threshold
+        assert threshold is not None
+        bias = lengths if options.bias is None else (options.bias.float() * LOG2_E).expand(q.shape[2]).contiguous()
+        step = Step(
+            self.shape, self.rule, self.windows, len(q), first.shape[2], *q.shape[1:3], k.shape[2], q.shape[3],
+            v.shape[3], q.dtype, scores.dtype, scores.shape[4], options.bias is not None,
+            (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), tuple(x.data_ptr() % 16 == 0 for x in (q, k, v, bias)),
+        )  # fmt: skip
+        outs, sums, tickets, *listed = self._allocated(step, q.device)
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        batch, kv_heads, splits = step.batch, step.kv_heads, step.splits
+        sizes, of_q = (batch, step.capacity, step.heads, kv_heads), step.strides[:3]
+        scale = options.scale * LOG2_E
+        pages = layer["k"], layer["v"]
+        order, start = layer.get("time", scores), start_of(step.dim, q.device)
+        for run in launches(step):
+            run.near(
+                batch * kv_heads * (splits + 1),
+                (q, k, v, *pages, lengths, outs, sums, *sizes, step.tokens, *step.strides, scale),
+            )
+            run.select(
+                batch * kv_heads * splits,
+                (q, pages[0], scores, lengths, sums, first, layer["before"], *sizes, step.tokens, *of_q, scale,
+                 math.log2(threshold), self.rule.spread),
+            )  # fmt: skip
+            run.attend(
+                batch * step.heads * splits,
+                (q, *pages, lengths, first, *listed, bias, outs, sums, tickets, out, *sizes, step.lists, step.tokens,
+                 *of_q, scale),
+            )  # fmt: skip
+            run.close(batch * kv_heads, (*pages, scores, order, start, lengths, batch, step.capacity, step.tokens))
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of its memory."""
+        return sum(x.nbytes for x in self._memory)
+
+    def _allocated(self, step: Step, device: torch.device) -> tuple[Tensor, ...]:
+        """Return memory for partial results, tickets and lists, which all layers share."""
+        if self._step is not step and self._step != step:
+            rows = step.batch * step.tokens * step.heads * (step.splits + 1)
+            lists, padding = step.batch * step.heads * step.capacity * step.shape.groups, step.batch * step.heads
+            entries = lists + padding * step.splits * ROWS
+            with torch.inference_mode(False):
+                self._memory = (
+                    torch.empty(rows, step.value_dim, device=device),
+                    torch.empty(rows, device=device),
+                    torch.zeros(step.batch * step.heads, dtype=torch.int32, device=device),
+                    *torch.empty(3, entries, dtype=torch.int32, device=device),
+                )
+            self._step = step
+        return self._memory

@@ -1,0 +1,228 @@
+"""Kernels of `ClusteredCache`: the same results as a pass over the whole text, in the interpreter or on a GPU."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from hsa import clustered_attention
+from hsa.attention.cache.clustered import ClusteredCache
+from hsa.attention.cache.interface import Counted
+from hsa.errors import InvalidInput, Unsupported
+from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
+
+SMALL = {"branching": (8, 8, 1), "tile": 16}
+CASES = {
+    "threshold": (SMALL | {"threshold": 0.05}, (2, 2, 16, 16)),
+    "grouped heads": (SMALL | {"threshold": 0.1, "spread": 0.4}, (6, 2, 16, 32)),
+    "shared lists": (SMALL | {"threshold": 0.1, "share_lists": True}, (4, 2, 16, 16)),
+    "windows": (SMALL | {"threshold": 0.05, "windows": True, "spread": 0.0, "tile": 32}, (2, 1, 32, 48)),
+    "nothing": (SMALL | {"threshold": 1.0}, (1, 1, 16, 16)),
+    "two nodes": ({"branching": (8, 8, 2), "tile": 64, "threshold": 0.03}, (2, 1, 16, 16)),
+}
+
+
+def tokens(lengths, sizes, dtype=torch.float32, seed=0):
+    """Return random queries, keys and values, packed."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, dim, value_dim = sizes
+    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
+    q, k, v = (torch.randn(sum(lengths), *shape, generator=generator).to(dtype).to(DEVICE) for shape in shapes)
+    return 2 * q, k, v
+
+
+class Text:
+    """Sequences with the output of every token, and a cache that reads them."""
+
+    def __init__(self, lengths, options, sizes, dtype=torch.float32, atol=2e-5, **others):
+        self.lengths, self.atol = lengths, atol
+        self.q, self.k, self.v = tokens(lengths, sizes, dtype)
+        self.bias = torch.linspace(-0.5, 0.3, sizes[0], device=DEVICE)
+        shared = {"causal": True, "pooled_bias": self.bias, "backend": "torch"}
+        self.out = clustered_attention(self.q, self.k, self.v, lengths, **shared, **options)
+        _, kv_heads, dim, value_dim = sizes
+        storage = {"value_dim": value_dim, "dtype": dtype, "device": DEVICE, "backend": "triton"}
+        self.cache = ClusteredCache(1, len(lengths), kv_heads, dim, **storage, **options, **others)
+        self.first = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+
+    def rows(self, begins, ends):
+        rows = [f + torch.arange(a, b) for f, a, b in zip(self.first, begins, ends, strict=True)]
+        return torch.cat(rows).to(DEVICE)
+
+    def read(self, new):
+        """Add tokens to every sequence at once."""
+        before = self.cache.lengths
+        rows = self.rows(before, [n + m for n, m in zip(before, new, strict=True)])
+        self.cache.extend(new) if any(before) else self.cache.begin(new)
+        out = self.cache.attend_prompts(0, self.q[rows], self.k[rows], self.v[rows], pooled_bias=self.bias)
+        self.close(out, rows)
+
+    def step(self):
+        before = self.cache.lengths
+        rows = self.rows(before, [n + 1 for n in before])
+        self.cache.append()
+        self.close(self.attend(rows), rows)
+
+    def attend(self, rows):
+        return self.cache.attend(0, self.q[rows], self.k[rows], self.v[rows], pooled_bias=self.bias)
+
+    def close(self, out, rows):
+        torch.testing.assert_close(out.float(), self.out[rows].float(), rtol=0, atol=self.atol)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_steps_equal_the_full_pass(case):
+    """Sequences of unequal lengths, across the borders of tiles and chunks."""
+    options, sizes = case
+    text = Text([150, 142], options, sizes)
+    text.read([121, 113])
+    for _ in range(29):
+        text.step()
+
+
+def test_from_the_first_token():
+    text = Text([70], *CASES["threshold"])
+    text.cache.append()
+    text.close(text.attend(torch.tensor([0], device=DEVICE)), torch.tensor([0], device=DEVICE))
+    for _ in range(69):
+        text.step()
+
+
+@pytest.mark.parametrize("name", ["threshold", "grouped heads", "shared lists"])
+def test_several_tokens_at_once(name):
+    """Tokens may cross the border of a tile or of a chunk."""
+    text = Text([165, 170], *CASES[name])
+    text.read([100, 107])
+    for number in (3, 1, 16, 5, 16, 2, 7):
+        text.read([number, number])
+    text.step()
+
+
+def test_pieces_steps_crops_and_reordering_alternate():
+    text = Text([200, 200], *CASES["grouped heads"])
+    text.read([70, 64])
+    for crop, new, steps in ((0, (3, 3), 5), (4, (21, 0), 3), (9, (2, 2), 2), (1, (40, 50), 4)):
+        text.cache.crop([n - crop for n in text.cache.lengths])
+        text.read(list(new))
+        for _ in range(steps):
+            text.step()
+    text.cache.reorder([1, 0])
+    text.first = text.first.flip(0)
+    text.step()
+
+
+def test_state_moves_between_backends():
+    """Chunks that a kernel has clustered are read by PyTorch, and the other way round."""
+    text = Text([140], *CASES["threshold"])
+    text.read([130])
+    state = text.cache.state_dict()
+    other = Text([140], *CASES["threshold"])
+    other.cache = ClusteredCache(1, 1, 2, 16, backend="torch", device=DEVICE, **CASES["threshold"][0])
+    other.cache.load_state_dict(state)
+    for _ in range(10):
+        other.step()
+        text.step()
+    text.cache.load_state_dict(state)
+    text.step()
+
+
+def test_scores_in_two_parts(monkeypatch):
+    """Means and spreads in one table, as GPUs with 8-bit products have them."""
+    from hsa.attention.clustered.triton import cluster
+
+    monkeypatch.setattr(cluster, "scores_of", lambda dtype, device: (dtype, 2))
+    text = Text([150], *CASES["threshold"])
+    text.read([121])
+    assert text.cache._stored[0]["scores"].shape[4] == 2
+    for _ in range(29):
+        text.step()
+    state = text.cache.state_dict()
+    del state["layers"][0]["scores"]  # computed again
+    text.cache.load_state_dict(state)
+    again = text.cache._stored[0]["scores"][:, :, :2]
+    text.cache.load_state_dict(text.cache.state_dict())
+    torch.testing.assert_close(again, text.cache._stored[0]["scores"][:, :, :2])
+
+
+def test_counting_runs_in_pytorch():
+    text = Text([140], *CASES["threshold"])
+    text.read([128])
+    text.cache.append()
+    row, counted = torch.tensor([128], device=DEVICE), Counted()
+    out = text.cache.attend(0, text.q[row], text.k[row], text.v[row], pooled_bias=text.bias, counted=counted)
+    text.close(out, row)
+    assert counted.entries > 0
+    for _ in range(11):
+        text.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"top_k": 3}, "select by threshold, not by top_k"),
+        ({"tile": 8}, "at least 16 queries"),
+        ({"branching": (4, 4, 4)}, "branching must be"),
+    ],
+)
+def test_refusals(options, reason):
+    with pytest.raises(Unsupported, match=reason):
+        ClusteredCache(1, 1, 1, 16, backend="triton", device=DEVICE, **options)
+    assert ClusteredCache(1, 1, 1, 16, device=DEVICE, **options).backend.name == "torch"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_half_precision(dim):
+    text = Text([1100, 1150], {"threshold": 1 / 64}, (14, 2, dim, dim), torch.bfloat16, atol=0.1)
+    text.read([1000, 1010])
+    for _ in range(90):
+        text.step()
+
+
+@pytest.mark.gpu
+def test_cuda_graph():
+    text = Text([1200, 1100], {"threshold": 1 / 64}, (4, 2, 64, 64), torch.bfloat16, atol=0.1, max_length=1100)
+    text.read([1000, 900])
+    text.step()
+    static = [x[text.rows([0, 0], [1, 1])].clone() for x in (text.q, text.k, text.v)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        text.cache.append()
+        out = text.cache.attend(0, *static, pooled_bias=text.bias)
+    for n in range(98):
+        rows = text.rows([1001 + n, 901 + n], [1002 + n, 902 + n])
+        for x, y in zip(static, (text.q, text.k, text.v), strict=True):
+            x.copy_(y[rows])
+        graph.replay()
+        text.close(out, rows)
+    assert text.cache.lengths == [1099, 999]
+    text.step()  # called from Python again
+    with pytest.raises(InvalidInput, match="max_length"):
+        text.cache.append()
+
+
+@pytest.mark.gpu
+def test_a_graph_beyond_the_capacity_returns_nan():
+    text = Text([600], {"threshold": 1 / 64}, (2, 2, 64, 64), torch.bfloat16, max_length=512)
+    text.read([510])
+    text.step()
+    row = text.rows([0], [1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        text.cache.append()
+        out = text.attend(row)
+    graph.replay()
+    assert out.isfinite().all()
+    graph.replay()
+    assert out.isnan().all()
+
+
+@pytest.mark.gpu
+def test_capture_needs_a_length():
+    text = Text([600], {"threshold": 1 / 64}, (2, 2, 64, 64), torch.bfloat16)
+    text.read([510])
+    text.step()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(InvalidInput, match="max_length"), torch.cuda.graph(graph):
+        text.cache.append()
