@@ -39,7 +39,8 @@ class Text:
         self.lengths, self.atol = lengths, atol
         self.q, self.k, self.v = tokens(lengths, sizes, dtype)
         self.bias = torch.linspace(-0.5, 0.3, sizes[0], device=DEVICE)
-        shared = {"causal": True, "pooled_bias": self.bias, "backend": "torch"}
+        # In half precision, kernels select with 8 bits, so other backends may open other groups.
+        shared = {"causal": True, "pooled_bias": self.bias, "backend": "torch" if dtype == torch.float32 else "triton"}
         self.out = clustered_attention(self.q, self.k, self.v, lengths, **shared, **options)
         _, kv_heads, dim, value_dim = sizes
         storage = {"value_dim": value_dim, "dtype": dtype, "device": DEVICE, "backend": "triton"}
@@ -68,7 +69,11 @@ class Text:
         return self.cache.attend(0, self.q[rows], self.k[rows], self.v[rows], pooled_bias=self.bias)
 
     def close(self, out, rows):
-        torch.testing.assert_close(out.float(), self.out[rows].float(), rtol=0, atol=self.atol)
+        difference = (out.float() - self.out[rows].float()).abs()
+        if out.dtype == torch.float32:
+            assert difference.max() < self.atol
+        else:  # a group whose estimate is almost equal to the bound may be open in one of the two
+            assert (difference > self.atol).float().mean() < 2e-3
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -174,7 +179,7 @@ def test_refusals(options, reason):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_half_precision(dim):
-    text = Text([1100, 1150], {"threshold": 1 / 64}, (14, 2, dim, dim), torch.bfloat16, atol=0.1)
+    text = Text([1100, 1150], {"threshold": 1 / 64}, (14, 2, dim, dim), torch.bfloat16, atol=0.02)
     text.read([1000, 1010])
     for _ in range(90):
         text.step()
@@ -182,7 +187,7 @@ def test_half_precision(dim):
 
 @pytest.mark.gpu
 def test_cuda_graph():
-    text = Text([1200, 1100], {"threshold": 1 / 64}, (4, 2, 64, 64), torch.bfloat16, atol=0.1, max_length=1100)
+    text = Text([1200, 1100], {"threshold": 1 / 64}, (4, 2, 64, 64), torch.bfloat16, atol=0.02, max_length=1100)
     text.read([1000, 900])
     text.step()
     static = [x[text.rows([0, 0], [1, 1])].clone() for x in (text.q, text.k, text.v)]

@@ -162,6 +162,11 @@ class Layout:
         """Number of pages of a head in the tables of keys and values."""
         return self.num_chunks if self.capacity is None else self.capacity * len(self.lengths)
 
+    @cached_property
+    def longest_first(self) -> np.ndarray:
+        """Tiles in the order of their visible chunks, most first."""
+        return np.argsort(-self.tile_chunks, kind="stable")
+
     @property
     def num_tiles(self) -> int:
         """Number of tiles."""

@@ -64,13 +64,13 @@ def slabs(layout: Layout, device: torch.device, bundle: int, number: int = 1, wh
         number: Number of slabs; there are never more slabs than tiles.
         whole: Whether the selection is that of all tiles of the layout, instead of those of the slab.
     """
-    order = np.argsort(-layout.tile_chunks, kind="stable")
+    order = layout.longest_first
     rows, visible = layout.tile_row, layout.tile_chunks
     parts = [rows[:-1], np.diff(rows), layout.tile_chunk, visible, layout.tile_exact, layout.tile_end]
     columns = np.stack([*parts, layout.tile_offset[:-1], layout.tile_offset[:-1], np.arange(len(visible))], 1)[order]
-    result = []
-    for members in _deal(len(order), bundle, number):
-        part = columns[members]
+    result, slab = [], _deal(len(order), bundle, number)
+    for i in range(min(number, len(order))):
+        part = columns[slab == i]
         part[:, 7] = np.cumsum(part[:, 3]) - part[:, 3]
         if not whole:
             part[:, 6] = part[:, 7]
@@ -91,24 +91,21 @@ def _number_within_chunks(layout: Layout, bundle: int, most: int) -> int:
 
 def number_within(layout: Layout, bundle: int, sizes: np.ndarray, most: int) -> int:
     """Return the number of slabs in which the sizes of the tiles add up to at most `most`, or slabs have a single tile."""
-    sizes = sizes[np.argsort(-layout.tile_chunks, kind="stable")]
-    number = -(-int(sizes.sum()) // max(1, most))
-    while True:
-        dealt = _deal(len(sizes), bundle, number)
-        if len(dealt) == len(sizes) or max(int(sizes[members].sum()) for members in dealt) <= most:
-            return max(1, len(dealt))
+    tiles = len(sizes)
+    sizes = sizes[layout.longest_first]
+    number = max(1, -(-int(sizes.sum()) // max(1, most)))
+    while number < tiles and np.bincount(_deal(tiles, bundle, number), sizes).max() > most:
         number += max(1, number // 8)
+    return min(number, max(1, tiles))
 
 
-def _deal(tiles: int, bundle: int, number: int) -> list[np.ndarray]:
-    """Return the tiles of every slab, as numbers in the order of their visible chunks, most first.
+def _deal(tiles: int, bundle: int, number: int) -> np.ndarray:
+    """Return the slab of every tile, in the order of their visible chunks, most first.
 
     Tiles are dealt out in turn, a bundle at a time: every slab begins with long ones and ends with short ones, which keep a
     GPU busy while the long ones finish.
     """
-    number = max(1, min(number, tiles))
-    slab = np.arange(tiles) // min(bundle, max(1, tiles // number)) % number
-    return [np.flatnonzero(slab == i) for i in range(number)] if tiles else []
+    return np.arange(tiles) // min(bundle, max(1, tiles // number)) % number
 
 
 def _bundles(sequence: np.ndarray, visible: np.ndarray, most: int) -> np.ndarray:

@@ -32,6 +32,7 @@ from hsa.attention.clustered.triton.select import add_mass, estimates
 from hsa.attention.clustered.triton.tiles import interval_of, is_active, load_rows, of_members, rows_of_groups
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for, last_stride_1
+from hsa.attention.kernels.triton.overlap import overlap, wait_for_previous_launch
 
 PROGRAMS = 1024
 """Number of programs of a launch that a GPU needs to be busy."""
@@ -39,8 +40,10 @@ MOST_SPLITS = 64
 """Maximum number of programs that share the chunks of a sequence and head."""
 ROWS = 64
 """Maximum number of rows of keys and values that are read at once."""
-GROUPS_AT_ONCE = 32
-"""Number of groups that are estimated at once."""
+LISTED_GROUPS = 1024
+"""Maximum number of groups whose rows are listed at once."""
+ESTIMATED_BYTES = 2**14
+"""Maximum bytes of the means of groups that are estimated at once, if they had the type of the keys."""
 MOST_TOKENS = 16
 """Maximum number of new tokens per sequence."""
 LOG2_E = math.log2(math.e)
@@ -95,9 +98,10 @@ def near(
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, scale,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
-    LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Store partial sums of masses: of nodes in the first entries, of the chunk in progress, with its output, in the last."""
+    wait_for_previous_launch(OVERLAP)
     split = tl.program_id(0) % (SPLITS + 1)
     sequence = tl.program_id(0) // (SPLITS + 1) % batch
     kv_head = tl.program_id(0) // ((SPLITS + 1) * batch)
@@ -159,9 +163,10 @@ def select(
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
     SPREAD: tl.constexpr, SHARED: tl.constexpr, LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Add the groups that the tokens want to the open groups of their tile, in some chunks."""
+    wait_for_previous_launch(OVERLAP)
     split = tl.program_id(0) % SPLITS
     sequence = tl.program_id(0) // SPLITS % batch
     kv_head = tl.program_id(0) // (SPLITS * batch)
@@ -216,9 +221,10 @@ def attend(
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, BIASED: tl.constexpr,
     LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to the rows of some chunks. The last program of a sequence and head merges the results of all."""
+    wait_for_previous_launch(OVERLAP)
     split = tl.program_id(0) % SPLITS
     sequence = tl.program_id(0) // SPLITS % batch
     head = tl.program_id(0) // (SPLITS * batch)
@@ -271,19 +277,26 @@ def attend(
     mass = tl.zeros([TOKENS], tl.float32)
     total = tl.zeros([TOKENS, DV], tl.float32)
     pooled_bias = tl.load(bias + head) if BIASED else 0.0
+    # Entries are loaded one step ahead, because the addresses of keys and values depend on them.
+    listed = tl.arange(0, ROWS)
+    following, kind = tl.load(pooled_rows + listed), tl.load(pooled_kinds + listed)
     for begin in range(0, num_pooled, ROWS):
-        listed = begin + tl.arange(0, ROWS)
-        rows = tl.load(pooled_rows + listed)
-        log_count, since, active = interval_of(tl.load(pooled_kinds + listed))
+        rows = following
+        log_count, since, active = interval_of(kind)
         if BIASED:
             log_count += pooled_bias
+        ahead = tl.minimum(begin + ROWS, num_pooled - ROWS) + listed
+        following, kind = tl.load(pooled_rows + ahead), tl.load(pooled_kinds + ahead)
         logit = tl.dot(x, tl.trans(load_rows(k_pages, rows, DIM, DIM, DIM)), input_precision=PRECISION)
         is_seen = is_active(query[:, None], since[None, :], active[None, :])
         logit = tl.where(is_seen, logit * scale + log_count[None, :], float("-inf"))
         values = load_rows(v_pages, rows, VALUE_DIM, VALUE_DIM, DV)
         top, mass, total = add_values(logit, values, top, mass, total, 1.0, PRECISION)
+    which = tl.arange(0, ENTRIES)
+    next_opened = tl.load(key_list + which)
     for begin in range(0, num_open, ENTRIES):
-        opened = tl.load(key_list + begin + tl.arange(0, ENTRIES))
+        opened = next_opened
+        next_opened = tl.load(key_list + tl.minimum(begin + ENTRIES, num_open - ENTRIES) + which)
         keys, since = rows_of_groups(opened >> 8, SIZE, GROUPS, PAGE), of_members(opened & 255, SIZE)
         logit = tl.dot(x, tl.trans(load_rows(k_pages, keys, DIM, DIM, DIM)), input_precision=PRECISION)
         logit = tl.where(query[:, None] >= since[None, :], logit, float("-inf"))
@@ -299,15 +312,19 @@ def attend(
     ticket = tl.atomic_add(tickets + head * batch + sequence, 1)
     if ticket == SPLITS - 1:
         tl.store(tickets + head * batch + sequence, 0)
-        whole = _log_sum_of_parts(sums, entry, there, SPLITS, PADDED)
-        whole = tl.where(there, whole, 0.0)
-        total = tl.zeros([TOKENS, DV], tl.float32)
-        for number in range(SPLITS + 1):
-            of_part = tl.load(sums + entry + number, mask=there, other=float("-inf"), cache_modifier=".cg")
-            of_split = outs + (entry + number)[:, None].to(tl.int64) * VALUE_DIM + value_column[None, :]
-            values = tl.load(of_split, mask=is_value, other=0.0, cache_modifier=".cg")
-            total += tl.exp2(of_part - whole)[:, None] * values
-        tl.store(to_out, total.to(out.dtype.element_ty), mask=is_value)
+        part = tl.arange(0, PADDED)
+        is_part = part <= SPLITS
+        for token in range(from_token, to_token):
+            query_row = (sequence * tokens + token) * heads + head
+            of_parts = query_row * (SPLITS + 1) + part
+            shares = tl.load(sums + of_parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+            shares = tl.exp2(shares - tl.max(shares, 0))
+            from_parts = outs + of_parts.to(tl.int64)[:, None] * VALUE_DIM + value_column[None, :]
+            is_there = is_part[:, None] & (value_column < VALUE_DIM)[None, :]
+            values = tl.load(from_parts, mask=is_there, other=0.0, cache_modifier=".cg")
+            mean = tl.sum(shares[:, None] * values, 0) / tl.sum(shares, 0)
+            to_row = out + query_row.to(tl.int64) * VALUE_DIM + value_column
+            tl.store(to_row, mean.to(out.dtype.element_ty), mask=value_column < VALUE_DIM)
 
 
 @triton.jit
@@ -315,9 +332,10 @@ def close(
     k_pages, v_pages, scores, order, start, lengths, batch, capacity, tokens,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr,
-    PARTS: tl.constexpr, UNIT: tl.constexpr,
+    PARTS: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Cluster and pool the chunk that the tokens complete, if there is one, in place."""
+    wait_for_previous_launch(OVERLAP)
     sequence = tl.program_id(0) % batch
     head = tl.program_id(0) // batch
     from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
@@ -353,6 +371,7 @@ class Step:
     dim: int
     value_dim: int
     dtype: torch.dtype
+    device: torch.device
     scores: torch.dtype
     parts: int
     biased: bool
@@ -398,8 +417,10 @@ def launches(step: Step) -> tuple[Launches, ...]:
     scores = {"PARTS": step.parts, "UNIT": unit_of(step.scores)}
     spread = step.rule.spread
     selecting = {"SPREAD": int(spread) if spread in (0.0, 1.0) else 2, "SHARED": step.rule.share_lists}
-    merging = {"PADDED": padded(splits + 1), "num_warps": 4}
-    listing = {"ROWS": step.block, "ENTRIES": step.block // shape.group, "BLOCK": 256 // shape.groups}
+    merging = {"PADDED": padded(splits + 1), "num_warps": 4, **overlap(step.device)}
+    each = _power_of_2(-(-step.capacity // splits))  # chunks of a program
+    listing = {"ROWS": step.block, "ENTRIES": step.block // shape.group, "BLOCK": min(each, LISTED_GROUPS // shape.groups)}
+    groups = min(each * shape.groups, ESTIMATED_BYTES // (step.dim * step.dtype.itemsize))
     sizes = (step.batch, step.capacity, step.heads, step.kv_heads, step.lists, step.tokens, *step.strides)
     key = step.dtype, step.scores, compiled_for(*sizes), step.is_aligned
     result = []
@@ -412,10 +433,10 @@ def launches(step: Step) -> tuple[Launches, ...]:
         close = constants_of(shape, step.dim, step.value_dim, step.windows, step.scores, step.parts)
         result.append(
             Launches(
-                Prepared(_near, key, {**near, "num_warps": 4}),
-                Prepared(_select, key, {**select, "BLOCK": GROUPS_AT_ONCE, **merging}),
+                Prepared(_near, key, {**near, "num_warps": 4, **overlap(step.device)}),
+                Prepared(_select, key, {**select, "BLOCK": groups, **merging}),
                 Prepared(_attend, key, attend),
-                Prepared(_close, key, {"LATER": later, "TILE": shape.tile, **close}),
+                Prepared(_close, key, {"LATER": later, "TILE": shape.tile, **close, **overlap(step.device)}),
             )
         )
     return tuple(result)
@@ -456,7 +477,7 @@ class Decode:
         bias = lengths if options.bias is None else (options.bias.float() * LOG2_E).expand(q.shape[2]).contiguous()
         step = Step(
             self.shape, self.rule, self.windows, len(q), first.shape[2], *q.shape[1:3], k.shape[2], q.shape[3],
-            v.shape[3], q.dtype, scores.dtype, scores.shape[4], options.bias is not None,
+            v.shape[3], q.dtype, q.device, scores.dtype, scores.shape[4], options.bias is not None,
             (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), tuple(x.data_ptr() % 16 == 0 for x in (q, k, v, bias)),
         )  # fmt: skip
         outs, sums, tickets, *listed = self._allocated(step, q.device)

@@ -272,13 +272,14 @@ def _store_sums(sums, total, AGAIN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.
 def reduce(
     parts, transposed, lengths, chunks, sums, lists, kv_heads, pages, share, capacity,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    AGAIN: tl.constexpr,
+    AGAIN: tl.constexpr, KEYS: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of a unit of a chunk: the keys of a group, or the mean of a group, of a node or of the chunk.
 
     Args:
         sums: `[kv_heads, pages, rows of a page, WIDTH]` gradients of keys and values, side by side.
         AGAIN: Whether other slabs have stored sums before.
+        KEYS, MEANS: Number of parts of groups, and of means, that are read at once.
     """
     UNITS: tl.constexpr = 2 * GROUPS + NODES + 1
     SIZE: tl.constexpr = CHUNK // GROUPS
@@ -293,12 +294,12 @@ def reduce(
     sums += (kv_head.to(tl.int64) * pages + page) * ((CHUNK + GROUPS + NODES + 1) * WIDTH)
     if unit < GROUPS:
         total = _add_parts(
-            parts, transposed, lengths, num_readers, num_lists, share, capacity, unit, UNITS, SIZE, WIDTH, PADDED, 4
+            parts, transposed, lengths, num_readers, num_lists, share, capacity, unit, UNITS, SIZE, WIDTH, PADDED, KEYS
         )
         _store_sums(sums + unit * (SIZE * WIDTH), total, AGAIN, SIZE, WIDTH, PADDED)
     else:
         mean = _add_parts(
-            parts, transposed, lengths, num_readers, num_lists, share, capacity, unit, UNITS, 1, WIDTH, PADDED, 16
+            parts, transposed, lengths, num_readers, num_lists, share, capacity, unit, UNITS, 1, WIDTH, PADDED, MEANS
         )
         _store_sums(sums + (CHUNK - GROUPS + unit) * WIDTH, mean, AGAIN, 1, WIDTH, PADDED)
 

@@ -44,6 +44,12 @@ LIST_BYTES = 2**30
 ROWS = 64
 """Maximum number of rows that a step of `attend_gradients` reads."""
 
+REDUCE = {"KEYS": 4, "MEANS": 16, "maxnreg": 128}
+"""Numbers of parts of groups and of means that a program of `reduce` reads at once, and its registers."""
+TRANSPOSE = {"BLOCK": 32, "num_warps": 4}
+"""Number of tiles that a program of `transpose` reads at once."""
+FINISH = {"num_stages": 2}
+
 _attend_gradients = Launcher(kernels.attend_gradients)
 _lower = Launcher(lower)
 _transpose = Launcher(kernels.transpose)
@@ -262,13 +268,9 @@ def _kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool, of_lse: boo
     return _Launches(
         lower=Prepared(_lower, key, lower_constants(layout, rows, gradient=True)),
         attend=Prepared(_attend_gradients, key, attend),
-        transpose=Prepared(_transpose, key, {**tree, "ROWS": rows, "BLOCK": 32, "num_warps": 4}),
-        reduce=Prepared(
-            _reduce,
-            key,
-            {**tree, "WIDTH": width, "PADDED": padded(width), "AGAIN": again, "num_warps": max(1, padded(width) // 128),
-             "maxnreg": 128},
-        ),  # fmt: skip
+        transpose=Prepared(_transpose, key, {**tree, "ROWS": rows, **TRANSPOSE}),
+        reduce=Prepared(_reduce, key, {**tree, "WIDTH": width, "PADDED": padded(width), "AGAIN": again, **REDUCE,
+                                       "num_warps": max(1, padded(width) // 128)}),  # fmt: skip
     )
 
 
@@ -300,7 +302,7 @@ def finish(
         "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": dim,
         "VALUE_DIM": value_dim, "DV": padded(value_dim), "CAUSAL": layout.causal, "WINDOWS": order is None,
         "PRECISION": "ieee" if k.dtype == torch.float32 else "tf32", "BLOCK": KEY_BLOCK, "PAGES": sums is not None,
-        "EXACT": exact is not None, "num_warps": 4 if dim + value_dim <= 128 else 8, "num_stages": 2,
+        "EXACT": exact is not None, "num_warps": 4 if dim + value_dim <= 128 else 8, **FINISH,
     }  # fmt: skip
     tensors = (q, k, v, d_out, lse, deltas, blocks, tile_table(layout, k.device), orders, k_sums, v_sums, d_k, d_v)
     numbers = (q.shape[1], kv_heads, layout.num_pages, k_sums.stride(-2), v_sums.stride(-2), *strides)

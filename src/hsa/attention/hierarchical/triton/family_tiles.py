@@ -14,14 +14,6 @@ SLOTS = tl.constexpr(16)
 
 
 @triton.jit
-def wait_for_previous_launch(OVERLAP: tl.constexpr):
-    """Let the next launch start, and wait until the previous one has finished (`launch_pdl`) before any load or store."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def product(a, b, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
     """Return [GROUPS, m, k] @ [GROUPS, k, n]; a single group as a matrix product, whose rows the warps share."""
     if GROUPS == 1:

@@ -18,10 +18,10 @@ from hsa.attention.hierarchical.entmax.inside import inside_weights
 from hsa.attention.hierarchical.entmax.triton.family import ANY
 from hsa.attention.hierarchical.triton import sweeps
 from hsa.attention.hierarchical.triton.plan import Job, Layout, tiles
-from hsa.attention.kernels import available
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.levels import levels
-from hsa.attention.kernels.triton.launch import INTERPRETED, Launcher, Operator, compiled_for, last_stride_1
+from hsa.attention.kernels.triton.launch import Launcher, Operator, compiled_for, last_stride_1
+from hsa.attention.kernels.triton.overlap import overlap
 from hsa.attention.normalizers import Entmax
 from hsa.attention.rounds import rooted
 from hsa.tree.hierarchy import Hierarchy
@@ -31,8 +31,6 @@ GROUPS = {16: 2, 32: 4, 64: 1, 128: 1}
 WARPS = {16: 2, 32: 4, 64: 4, 128: 8}
 ROWS = 32
 """Rows per program of the down sweep."""
-HOPPER = (9, 0)
-"""Smallest compute capability at which launches can overlap."""
 POWERS = {1.5: 2, 2.0: 1}
 """1 / (α − 1) for the α that have specialised kernels; other α are slower."""
 
@@ -102,8 +100,7 @@ class _Launch:
             "D": dim, "P": position_dim, "BLOCK_D": padded(dim), "BLOCK_P": padded(position_dim), "PRECISION": precision,
             "WEIGHTED": weighted, **self.values,
         }  # fmt: skip
-        overlaps = not INTERPRETED and available.capability(q.device) >= HOPPER
-        self.overlap = {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
+        self.overlap = overlap(q.device)
         self.row_bytes = q.element_size() * max(padded(dim), padded(value_dim), padded(position_dim))
 
     def runs(self, size: int) -> dict[str, int]:

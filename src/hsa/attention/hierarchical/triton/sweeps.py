@@ -49,8 +49,8 @@ from hsa.attention.hierarchical.triton.family_tiles import (
     store_rows,
     store_sums,
     transposed,
-    wait_for_previous_launch,
 )
+from hsa.attention.kernels.triton.overlap import wait_for_previous_launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Arguments whose values and alignment differ from batch to batch: kernels must not be recompiled for them.
