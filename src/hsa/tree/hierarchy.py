@@ -454,6 +454,10 @@ class Hierarchy:
             return self._cache[key]
         return self._build(key, build)
 
+    def peek(self, key: Any) -> Any:
+        """Return what `cached` keeps for a key; None if there is nothing."""
+        return self._cache.get(key)
+
     def to(self, device: torch.device | str) -> Hierarchy:
         """Return this forest with its tensors on another device; the host structure is shared."""
         moved = Hierarchy(self.structure, node_ids=self._node_ids, device=device)

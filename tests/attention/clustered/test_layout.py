@@ -1,6 +1,5 @@
 """Chunks and tiles of a packed batch, against their definition token by token."""
 
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -82,59 +81,6 @@ def test_chunks_and_cut_tiles(layout):
     assert layout.num_pages == (5 * len(layout.lengths) if layout.capacity else len(rows))
 
 
-@given(layouts(), st.sampled_from([None, 1, 3, 10]), st.sampled_from([1, 2, 4]))
-def test_slabs_hold_every_tile_once(layout, most, bundle):
-    """Tiles that see most chunks come first in a slab, and it has at most `most` visible chunks, or a single tile."""
-    columns = (layout.tile_row[:-1], np.diff(layout.tile_row), layout.tile_chunk, layout.tile_chunks)
-    tiles = np.stack([*columns, layout.tile_exact, layout.tile_end], 1)
-    slabs = layout.slabs(torch.device("cpu"), bundle, most)
-    order = np.argsort(-layout.tile_chunks, kind="stable")
-    dealt = sorted(row[:6] for slab in slabs for row in slab.tiles.tolist())
-    assert dealt == sorted(tiles.tolist())
-    assert len(slabs) == (layout.num_tiles > 0) or most is not None
-    for slab in slabs:
-        chunks = slab.tiles[:, 3]
-        assert len(slab.tiles)
-        assert chunks.diff().le(0).all()
-        assert slab.tiles.dtype == torch.int32
-        assert slab.chunks == chunks.sum()
-        assert most is None or slab.chunks <= most or (chunks > 0).sum() == 1
-        offsets = layout.tile_offset[:-1][order].tolist() if most is None else (chunks.cumsum(0) - chunks).tolist()
-        assert slab.tiles[:, 6].tolist() == offsets
-        assert sorted(slab.tiles[:, 7].tolist()) == list(range(len(slab.tiles)))
-        assert slab.tiles[slab.tiles[:, 7].argsort(), 6].diff().ge(0).all()  # in the order of their offsets
-
-
-@given(layouts(), st.sampled_from([None, 3]), st.sampled_from([1, 2, 4]))
-def test_bundles_hold_every_tile_that_sees_chunks_once(layout, most, bundle):
-    """Their tiles see the same chunks, and no two bundles could be one."""
-    for slab in layout.slabs(torch.device("cpu"), bundle, most):
-        tiles = slab.tiles.tolist()
-        sequences = [int(np.searchsorted(np.cumsum(layout.queries), row[0], side="right")) for row in tiles]
-        members = [list(range(first, first + number)) for first, number in slab.bundles.tolist()]
-        assert [tile for bundled in members for tile in bundled] == [i for i, row in enumerate(tiles) if row[3]]
-        for bundled in members:
-            assert 1 <= len(bundled) <= bundle
-            assert len({(sequences[i], tiles[i][3]) for i in bundled}) == 1
-            assert most is not None or all(tiles[i][0] + tiles[i][1] == tiles[i + 1][0] for i in bundled[:-1])
-            assert all(tiles[i + 1][6] == tiles[i][6] + tiles[i][3] for i in bundled[:-1])
-        for left, right in pairwise(members):
-            same = {(sequences[i], tiles[i][3]) for i in (*left, *right)}
-            assert len(left) == bundle or len(same) == 2
-
-
-def test_slabs_end_with_short_tiles():
-    """Tiles are dealt out in turn, so that slabs are alike."""
-    layout = layout_of([64 * 1024], shape=Shape.of(causal=True), causal=True)
-    slabs = layout.slabs(torch.device("cpu"), 2, 40_000)
-    assert len(slabs) == 4
-    for slab in slabs:
-        assert slab.tiles[0, 3] >= 254
-        assert slab.tiles[-1, 3] <= 1
-        assert abs(4 * slab.chunks / layout.tile_chunks.sum() - 1) < 0.01
-        assert (slab.bundles[:, 1] == 2).all()
-
-
 @given(layouts())
 def test_rows_of_chunks_on_a_device(layout):
     assert layout.rows_of_chunks(torch.device("cpu")).tolist() == layout.chunk_rows.tolist()
@@ -145,13 +91,11 @@ def test_a_layout_is_built_once():
     one, same = (layout_of(x, shape=shape, causal=True) for x in ([9, 3], torch.tensor([9, 3])))
     assert one is same
     assert one is not layout_of([9, 3], shape=shape, causal=False)
-    assert one.slabs(torch.device("cpu"), 2) is one.slabs(torch.device("cpu"), 2)
 
 
 def test_tables_built_in_inference_mode_work_for_training():
     layout = layout_of([31], shape=Shape((2, 2, 2), 4), causal=True)
     with torch.inference_mode():
-        assert not layout.slabs(torch.device("cpu"), 1)[0].tiles.is_inference()
         assert not layout.rows_of_chunks(torch.device("cpu")).is_inference()
 
 

@@ -231,9 +231,7 @@ class ClusteredCache(Cache):
             "scale": scale,
         }
         lengths = [max(1, n) for n in self._lengths]  # a sequence without tokens has no queries either
-        selection = select_groups(
-            q, recent_k, keys, lengths, opened=self.opened(layer), **asdict(self.rule), **tiles
-        )
+        selection = select_groups(q, recent_k, keys, lengths, opened=self.opened(layer), **asdict(self.rule), **tiles)
         self._record(stored, selection)
         return clustered_attention(
             q, recent_k, recent_v, lengths, keys=keys, selection=selection, pooled_bias=pooled_bias, **tiles
@@ -377,7 +375,10 @@ class ClusteredCache(Cache):
             if n // shape.chunk < m // shape.chunk and n % shape.chunk
         ]
         now, then = (torch.tensor(x, device=self.device)[:, None, None] for x in (wanted, have))
-        row, tiles = (now - 1) % shape.tile, (then - 1) // shape.tile - (now - 1) // shape.tile  # tiles that are removed
+        row, tiles = (
+            (now - 1) % shape.tile,
+            (then - 1) // shape.tile - (now - 1) // shape.tile,
+        )  # tiles that are removed
         for stored in self._stored:
             if reopened and not self.windows:
                 in_time(stored, "k", reopened, shape.chunk)

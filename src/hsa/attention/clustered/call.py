@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from hsa.attention.call import needs_gradient
 from hsa.attention.clustered.keys import ClusteredKeys
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.selection import TileSelection
+from hsa.attention.kernels.repeat import is_plain, layout_of
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run on the CPU, in Triton's interpreter."""
+
+
+MOST_REPEATED = 64
+"""Maximum number of repeated calls."""
+_REPEATED: dict[Any, Callable[..., list[Tensor]]] = {}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,6 +62,7 @@ class ClusteredCall:
     dropout_p: float
     scale: float
     backend: str
+    repeats_as: Hashable = None  # key of other calls that kernels may repeat this one for
 
     @property
     def needs_gradient(self) -> bool:
@@ -71,3 +85,37 @@ class ClusteredCall:
             scale=self.scale,
             backend=self.backend,
         )
+
+    def keep(self, run: Callable[..., list[Tensor]]) -> None:
+        """Keep a function of q, k and v that repeats this call, and returns the output and its log-sum-exp."""
+        if len(_REPEATED) >= MOST_REPEATED:
+            _REPEATED.pop(next(iter(_REPEATED)))
+        _REPEATED[self.repeats_as] = run
+
+
+def repeat_key(q: Tensor, k: Tensor, v: Tensor, lengths: Any, query_lengths: Any, options: tuple[Any, ...]) -> Hashable:
+    """Return the key of calls that can be repeated for each other; None for calls that are not repeated.
+
+    Args:
+        options: All other arguments, numbers or None.
+    """
+    if not (isinstance(q, Tensor) and q.is_cuda | INTERPRETED and is_plain(q, k, v)) or needs_gradient(q, k, v):
+        return None
+    sizes = [tuple(x) if isinstance(x, (list, tuple)) else x for x in (lengths, query_lengths)]
+    is_simple = all(x is None or isinstance(x, tuple) for x in sizes)
+    is_simple = is_simple and all(x is None or isinstance(x, (int, float, str)) for x in options)
+    return (*layout_of(q, k, v), *sizes, *options) if is_simple else None
+
+
+def repeated(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | None:
+    """Repeat a recorded call: the output and its log-sum-exp; None if there is no such call.
+
+    Nothing is checked: an earlier call with tensors of this layout has passed all checks.
+    """
+    run = _REPEATED.get(key)
+    if run is None:
+        return None
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return run(q, k, v)
+    return run(q, k, v)

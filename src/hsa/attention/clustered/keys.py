@@ -41,9 +41,9 @@ class ClusteredKeys:
     Attributes:
         k: `[kv_heads, chunks, rows of a page, dim]` keys.
         v: `[kv_heads, chunks, rows of a page, value_dim]` values.
-        scores: `[kv_heads, chunks, nodes, parts, groups of a node, dim]` spread of each group: the principal direction of its
-            keys times the standard deviation along it. In half precision on a GPU that multiplies 8-bit numbers there are
-            two parts, the means and the spreads, in 8 bits.
+        scores: `[kv_heads, chunks, nodes, parts, groups of a node, dim]` spread of each group: the principal direction of
+            its keys times the standard deviation along it. In half precision on a GPU that multiplies 8-bit numbers there
+            are two parts, the means and the spreads, in 8 bits.
         order: `[kv_heads, chunks, keys]` index in its chunk of the key at every row; None if keys are in their own order.
         chunks: Number of complete chunks of every sequence.
         shape: Sizes of the trees.

@@ -24,7 +24,7 @@ from hsa.attention.checks import (
     without_autocast,
 )
 from hsa.attention.clustered import reference, torch_tiles
-from hsa.attention.clustered.call import ClusteredCall, SelectCall
+from hsa.attention.clustered.call import ClusteredCall, SelectCall, repeat_key, repeated
 from hsa.attention.clustered.keys import ClusteredKeys, build_keys, check_keys
 from hsa.attention.clustered.layout import BRANCHING, TILE, Layout, Shape, layout_of
 from hsa.attention.clustered.selection import TileSelection
@@ -253,6 +253,12 @@ def clustered_attention(
     >>> clustered_attention(q[:8], k, v, query_lengths=[8]).shape  # eight other queries
     torch.Size([8, 2, 16])
     """
+    key = None
+    if keys is selection is opened is recent is branching is None and dropout_p == 0:
+        options = (causal, threshold, top_k, spread, share_lists, windows, tile, pooled_bias, scale, backend)
+        key = repeat_key(q, k, v, lengths, query_lengths, options)
+        if key is not None and (results := repeated(key, q, k, v)) is not None:
+            return (results[0], results[1]) if return_lse else results[0]
     _check_causal(causal)
     if selection is not None:
         check_type("selection", selection, TileSelection, "Use hsa.select_groups(q, k, keys, lengths, …)")
@@ -299,6 +305,7 @@ def clustered_attention(
         dropout_p=dropout_p,
         scale=scale_or_default(scale, q),
         backend=backend,
+        repeats_as=key,
     )
     with without_autocast(q):
         out, lse = choose("clustered_attention", ATTEND, backend, call).run(call)

@@ -164,10 +164,10 @@ def key_blocks(layout: Layout, device: torch.device) -> Tensor:
     blocks, row, first_tile = [], 0, 0
     for s, (keys, held, queries) in enumerate(zip(layout.lengths, layout.recent, layout.queries, strict=True)):
         tiles = int((layout.tile_sequence == s).sum())
-        begin = np.arange(0, keys, chunk)[:, None] + np.arange(0, chunk, KEY_BLOCK)
-        begin = begin[(begin < keys) & (begin + KEY_BLOCK > keys - held)]
+        begin = (np.arange(0, keys, chunk)[:, None] + np.arange(0, chunk, KEY_BLOCK)).ravel()
         end = np.minimum(np.minimum(begin + KEY_BLOCK, begin // chunk * chunk + chunk), keys)
         begin = np.maximum(begin, keys - held)
+        begin, end = begin[begin < end], end[begin < end]
         number = begin // chunk
         is_complete = number < layout.chunk_counts[s]
         if layout.causal:  # tiles from that of the first key to the end of the chunk

@@ -12,7 +12,7 @@ from hsa.attention import dispatch
 from hsa.attention.checks import check_inputs, check_positions, repeat_heads, scale_or_default
 from hsa.attention.dispatch import Backend
 from hsa.attention.hierarchical import reference, torch_sweeps
-from hsa.attention.hierarchical.call import HierarchicalCall
+from hsa.attention.hierarchical.call import HierarchicalCall, repeated
 from hsa.attention.hierarchical.entmax import reference as entmax_reference
 from hsa.attention.hierarchical.entmax import torch_sweeps as entmax_sweeps
 from hsa.attention.hierarchical.entmax.inside import inside_weights
@@ -115,6 +115,9 @@ def hierarchical_attention(
     >>> hierarchical_attention(q, k, v, tree).shape
     torch.Size([9, 2, 4])
     """
+    is_default = positions is causal is mixing is None and normalizer == "softmax" and family_attention == "exact"
+    if is_default and (out := repeated(q, k, v, hierarchy, include_self, scale, backend)) is not None:
+        return out
     check_inputs({"q": q, "k": k, "v": v}, hierarchy)
     check_mixing(mixing, q)
     call = HierarchicalCall(

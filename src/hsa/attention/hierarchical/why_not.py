@@ -64,15 +64,19 @@ def why_not_tiles(forest: Hierarchy, q: Tensor, v: Tensor, positions: Tensor | N
     reasons = available.why_not_forest(forest)
     if reasons:
         return reasons
-    largest = largest_family(forest)
-    widths = [q.shape[-1], v.shape[-1]] + ([] if positions is None else [positions.shape[-1]])
-    row = q.element_size() * max(map(padded, widths))
-    most = max([0, *(size for size in SIZES if size * row <= TILE_BYTES)])
+    largest, most = largest_family(forest), largest_run(q, v, positions)
     return (
         []
         if largest <= most
         else [f"a family has {largest:,} members; at most {most} fit with this dtype and head dim"]
     )
+
+
+def largest_run(q: Tensor, v: Tensor, positions: Tensor | None) -> int:
+    """Return the largest size of runs whose rows fit a tile, for rows of these widths; 0 if there is none."""
+    widths = [q.shape[-1], v.shape[-1]] + ([] if positions is None else [positions.shape[-1]])
+    row = q.element_size() * max(map(padded, widths))
+    return max([0, *(size for size in SIZES if size * row <= TILE_BYTES)])
 
 
 def largest_family(hierarchy: Hierarchy) -> int:

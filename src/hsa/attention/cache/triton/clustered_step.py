@@ -28,13 +28,13 @@ from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.triton.attend import add_values
 from hsa.attention.clustered.triton.cluster import cluster_chunk, constants_of, start_of, unit_of
 from hsa.attention.clustered.triton.lists import append_chunks, pad_lists
-from hsa.attention.clustered.triton.select import add_mass, estimates
+from hsa.attention.clustered.triton.select import add_mass, estimates, load_groups
 from hsa.attention.clustered.triton.tiles import interval_of, is_active, load_rows, of_members, rows_of_groups
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for, last_stride_1
 from hsa.attention.kernels.triton.overlap import overlap, wait_for_previous_launch
 
-PROGRAMS = 1024
+PROGRAMS = 4096
 """Number of programs of a launch that a GPU needs to be busy."""
 MOST_SPLITS = 64
 """Maximum number of programs that share the chunks of a sequence and head."""
@@ -42,10 +42,10 @@ ROWS = 64
 """Maximum number of rows of keys and values that are read at once."""
 LISTED_GROUPS = 1024
 """Maximum number of groups whose rows are listed at once."""
-ESTIMATED_BYTES = 2**14
+ESTIMATED_BYTES = 2**13
 """Maximum bytes of the means of groups that are estimated at once, if they had the type of the keys."""
-MOST_TOKENS = 16
-"""Maximum number of new tokens per sequence."""
+WARPS = 2
+"""Number of warps of a program of `attend`."""
 LOG2_E = math.log2(math.e)
 
 
@@ -100,7 +100,7 @@ def near(
     HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Store partial sums of masses: of nodes in the first entries, of the chunk in progress, with its output, in the last."""
+    """Store partial sums of masses: those of nodes, and last that of the chunk in progress, with its output."""
     wait_for_previous_launch(OVERLAP)
     split = tl.program_id(0) % (SPLITS + 1)
     sequence = tl.program_id(0) // (SPLITS + 1) % batch
@@ -163,20 +163,19 @@ def select(
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
     SPREAD: tl.constexpr, SHARED: tl.constexpr, LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Add the groups that the tokens want to the open groups of their tile, in some chunks."""
-    wait_for_previous_launch(OVERLAP)
+    """Add the groups that the tokens want to the open groups of their tile, in some chunks.
+
+    The scores do not depend on `near`: the first of them are read before it has finished.
+    """
     split = tl.program_id(0) % SPLITS
     sequence = tl.program_id(0) // SPLITS % batch
     kv_head = tl.program_id(0) // (SPLITS * batch)
     from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
-    visible = position // CHUNK
-    if (from_token == to_token) | (visible >= capacity):
-        return
+    visible = tl.minimum(position // CHUNK, capacity - 1)
     first_chunk, end = _split_of(split, visible, SPLITS)
-    if first_chunk == end:
-        return
     share = heads // kv_heads
     page = (kv_head * batch + sequence).to(tl.int64) * capacity + first_chunk
     k_pages += page * ((CHUNK + GROUPS + NODES + 1) * DIM)
@@ -186,6 +185,13 @@ def select(
     column = tl.arange(0, DIM)
     at = q + sequence * q_batch + token * q_token + head * q_head
     x = tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0).to(scores.dtype.element_ty)
+    groups = (end - first_chunk) * GROUPS
+    mean, spread = load_groups(
+        k_pages, scores, 0, tl.maximum(groups, 1), CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, BLOCK
+    )
+    wait_for_previous_launch(OVERLAP)
+    if (from_token == to_token) | (groups == 0):
+        return
     entry = ((sequence * tokens + token) * heads + head) * (SPLITS + 1)
     total = _log_sum_of_parts(sums, entry, there, SPLITS, PADDED)
     bound = tl.where(there, (total + log_threshold - LOG_GROUP) / scale * UNIT, float("inf"))
@@ -194,11 +200,12 @@ def select(
     lists = 1 if SHARED else share
     member = tl.arange(0, HEADS)
     row = ((kv_head * lists + member).to(tl.int64) * batch + sequence) * capacity + first_chunk
-    groups = (end - first_chunk) * GROUPS
     for begin in range(0, groups, BLOCK):
-        estimate = estimates(
-            x, k_pages, scores, begin, groups, weight, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, PRECISION, BLOCK
+        next_mean, next_spread = load_groups(
+            k_pages, scores, begin + BLOCK, groups, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, BLOCK
         )
+        estimate = estimates(x, mean, spread, weight, PARTS, SPREAD, PRECISION, BLOCK)
+        mean, spread = next_mean, next_spread
         wanted = tl.where(estimate >= bound[None, :], since[None, :], 255)
         wanted = tl.min(tl.reshape(wanted, [BLOCK, HEADS, TOKENS]), 2)
         if SHARED:
@@ -221,20 +228,26 @@ def attend(
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, BIASED: tl.constexpr,
     LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to the rows of some chunks. The last program of a sequence and head merges the results of all."""
-    wait_for_previous_launch(OVERLAP)
     split = tl.program_id(0) % SPLITS
     sequence = tl.program_id(0) // SPLITS % batch
     head = tl.program_id(0) // (SPLITS * batch)
     from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
-    if from_token == to_token:
-        return
     visible = position // CHUNK
     row = tl.arange(0, TOKENS)
     there = (row >= from_token) & (row < to_token)
     column, value_column = tl.arange(0, DIM), tl.arange(0, DV)
+    x = tl.load(
+        q + sequence * q_batch + head * q_head + row[:, None] * q_token + column[None, :],
+        mask=there[:, None],
+        other=0.0,
+    )
+    wait_for_previous_launch(OVERLAP)
+    if from_token == to_token:
+        return
     is_value = there[:, None] & (value_column[None, :] < VALUE_DIM)
     entry = ((sequence * tokens + row) * heads + head) * (SPLITS + 1)
     to_out = out + ((sequence * tokens + row) * heads + head).to(tl.int64)[:, None] * VALUE_DIM + value_column[None, :]
@@ -269,9 +282,6 @@ def attend(
     )
     tl.debug_barrier()
 
-    x = tl.load(
-        q + sequence * q_batch + head * q_head + row[:, None] * q_token + column[None, :], mask=there[:, None], other=0.0
-    )
     query = position % TILE + row - from_token
     top = tl.full([TOKENS], float("-inf"), tl.float32)
     mass = tl.zeros([TOKENS], tl.float32)
@@ -419,7 +429,11 @@ def launches(step: Step) -> tuple[Launches, ...]:
     selecting = {"SPREAD": int(spread) if spread in (0.0, 1.0) else 2, "SHARED": step.rule.share_lists}
     merging = {"PADDED": padded(splits + 1), "num_warps": 4, **overlap(step.device)}
     each = _power_of_2(-(-step.capacity // splits))  # chunks of a program
-    listing = {"ROWS": step.block, "ENTRIES": step.block // shape.group, "BLOCK": min(each, LISTED_GROUPS // shape.groups)}
+    listing = {
+        "ROWS": step.block,
+        "ENTRIES": step.block // shape.group,
+        "BLOCK": min(each, LISTED_GROUPS // shape.groups),
+    }
     groups = min(each * shape.groups, ESTIMATED_BYTES // (step.dim * step.dtype.itemsize))
     sizes = (step.batch, step.capacity, step.heads, step.kv_heads, step.lists, step.tokens, *step.strides)
     key = step.dtype, step.scores, compiled_for(*sizes), step.is_aligned
@@ -429,7 +443,7 @@ def launches(step: Step) -> tuple[Launches, ...]:
         near = {**common, **rows, "TOKENS": tokens, **values, **precision, **log_node, "BLOCK": step.block}
         select = {**common, **rows, "TOKENS": tokens, "DIM": step.dim, **scores, **selecting, **log_group, **precision}
         attend = {**common, "TOKENS": padded(tokens), **values, "BIASED": step.biased, **log_group, **log_node}
-        attend |= {"LOG_CHUNK": math.log2(shape.chunk), **precision, **listing, **merging}
+        attend |= {"LOG_CHUNK": math.log2(shape.chunk), **precision, **listing, **merging, "num_warps": WARPS}
         close = constants_of(shape, step.dim, step.value_dim, step.windows, step.scores, step.parts)
         result.append(
             Launches(
@@ -460,9 +474,7 @@ class Decode:
         self._memory: tuple[Tensor, ...] = ()
         self._step: Step | None = None  # the step that the memory is for
 
-    def attend(
-        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, options: AttendOptions
-    ) -> Tensor:
+    def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, options: AttendOptions) -> Tensor:
         """Store new tokens and return their attention `[batch, tokens, heads, value_dim]`.
 
         Args:

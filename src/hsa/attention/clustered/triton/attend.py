@@ -80,7 +80,9 @@ def attend(
         near = tl.minimum(key, last - 1)
         logit = tl.dot(x, tl.trans(load_rows(k, near, k_row, DIM, DIM)), input_precision=PRECISION)
         logit = tl.where(key[None, :] < limit[:, None], logit, float("-inf"))
-        top, mass, total = add_values(logit, load_rows(v, near, v_row, VALUE_DIM, DV), top, mass, total, scale, PRECISION)
+        top, mass, total = add_values(
+            logit, load_rows(v, near, v_row, VALUE_DIM, DV), top, mass, total, scale, PRECISION
+        )
 
     # Pooled rows. Entries are loaded one step ahead, because the addresses of keys and values depend on them.
     PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1

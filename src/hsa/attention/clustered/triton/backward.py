@@ -1,11 +1,11 @@
 """Kernels of the gradients of clustered attention. Selections have no gradient; every sum has one fixed order.
 
-    attend_gradients    per tile and head: the gradient of its queries, and, for every listed row, its part of the gradients of
-                        the row's key and value, in the order of the lists
+    attend_gradients    per tile and head: the gradient of its queries, and for every listed row its part of the gradients
+                        of the row's key and value, in the order of the lists
     transpose           per chunk and list: the parts of every row of the chunk, as a list
     reduce              per row and key/value head: the sum of these parts
-    finish              per block of keys: the gradients of its rows and of the means above them, passed down to the keys, plus
-                        those of the tiles that see the keys exactly
+    finish              per block of keys: the gradients of its rows and of the means above them, passed down to the keys,
+                        plus those of the tiles that see the keys exactly
 
 Weights are computed again from the log-sum-exp. Scores are laid out as `[rows, queries]`: only the product for the queries
 needs them transposed. A part has the gradient of the key in its first columns and that of the value in the others.
@@ -372,7 +372,9 @@ def finish(
             head = kv_head * share + step % share
             there = query < count
             limit = end + tl.minimum(query, count - 1) if CAUSAL else end + 0 * query
-            is_seen = (first_key + key >= exact)[:, None] & ((first_key + key)[:, None] < limit[None, :]) & there[None, :]
+            is_seen = (
+                (first_key + key >= exact)[:, None] & ((first_key + key)[:, None] < limit[None, :]) & there[None, :]
+            )
             of_queries = (row + query).to(tl.int64) * heads + head
             x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, DIM)
             g = load_queries(d_out, row, count, head, d_row, d_head, TILE, VALUE_DIM, DV)

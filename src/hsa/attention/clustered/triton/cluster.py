@@ -20,6 +20,7 @@ from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels import available
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.triton.launch import INTERPRETED, Launcher, Prepared, compiled_for
+from hsa.attention.kernels.triton.recording import constant, empty
 from hsa.tree.lasting import lasting
 
 WIDE = 64
@@ -31,13 +32,13 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
     k, v = aligned(k), aligned(v)
     shape, chunks, (_, heads, dim), value_dim = layout.shape, layout.num_chunks, k.shape, v.shape[2]
     parts = [heads * chunks * shape.page * dim, heads * chunks * shape.page * value_dim]
-    pages = k.new_empty(sum(parts)).split(parts)
+    pages = empty(k, sum(parts)).split(parts)
     dtype, number = scores_of(k.dtype, k.device)
     keys = ClusteredKeys(
         k=pages[0].view(heads, chunks, shape.page, dim),
         v=pages[1].view(heads, chunks, shape.page, value_dim),
-        scores=k.new_empty(heads, chunks, shape.branching[2], number, shape.branching[1], dim, dtype=dtype),
-        order=None if windows else k.new_empty(heads, chunks, shape.chunk, dtype=torch.int16),
+        scores=empty(k, heads, chunks, shape.branching[2], number, shape.branching[1], dim, dtype=dtype),
+        order=None if windows else empty(k, heads, chunks, shape.chunk, dtype=torch.int16),
         chunks=layout.chunk_counts,
         shape=shape,
     )
@@ -45,7 +46,8 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
         strides = (*k.stride()[:2], *v.stride()[:2])
         kernel = _kernel(layout, k.dtype, heads, dim, value_dim, strides, windows, dtype, number)
         order = keys.scores if keys.order is None else keys.order  # not written for windows
-        tensors = (k, v, layout.rows_of_chunks(k.device), keys.k, keys.v, keys.scores, order, start_of(dim, k.device))
+        first_rows, start = constant(layout.rows_of_chunks(k.device)), constant(start_of(dim, k.device))
+        tensors = (k, v, first_rows, keys.k, keys.v, keys.scores, order, start)
         kernel(chunks * heads, (*tensors, chunks, heads, *strides))
     return keys
 

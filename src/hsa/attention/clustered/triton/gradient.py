@@ -21,6 +21,7 @@ from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.slabs import KEY_BLOCK, Slab, key_blocks, number_within, readers, slabs, tile_table
 from hsa.attention.clustered.triton import backward as kernels
 from hsa.attention.clustered.triton.cluster import build_keys
+from hsa.attention.clustered.triton.lists import lower
 from hsa.attention.clustered.triton.operator import (
     Sizes,
     attend_constants,
@@ -31,7 +32,6 @@ from hsa.attention.clustered.triton.operator import (
     select_tiles,
     sizes_of,
 )
-from hsa.attention.clustered.triton.lists import lower
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.derivatives import first_order
 from hsa.attention.kernels.available import padded
@@ -46,9 +46,8 @@ ROWS = 64
 
 REDUCE = {"KEYS": 4, "MEANS": 16, "maxnreg": 128}
 """Numbers of parts of groups and of means that a program of `reduce` reads at once, and its registers."""
-TRANSPOSE = {"BLOCK": 32, "num_warps": 4}
+TRANSPOSE = {"BLOCK": 16, "num_warps": 1}
 """Number of tiles that a program of `transpose` reads at once."""
-FINISH = {"num_stages": 2}
 
 _attend_gradients = Launcher(kernels.attend_gradients)
 _lower = Launcher(lower)
@@ -264,13 +263,13 @@ def _kernels(sizes: Sizes, layout: Layout, slab: Slab, biased: bool, of_lse: boo
     key = sizes.key, compiled_for(slab.num_tiles, layout.num_pages, sizes.heads // sizes.lists)
     tree = {"CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2]}
     width = sizes.dim + sizes.value_dim
+    rows_of_sums = {"WIDTH": width, "PADDED": padded(width), "num_warps": max(1, padded(width) // 128)}
     attend = attend_constants(sizes, layout, rows) | {"BIASED": biased, "OF_LSE": of_lse, **options}
     return _Launches(
         lower=Prepared(_lower, key, lower_constants(layout, rows, gradient=True)),
         attend=Prepared(_attend_gradients, key, attend),
         transpose=Prepared(_transpose, key, {**tree, "ROWS": rows, **TRANSPOSE}),
-        reduce=Prepared(_reduce, key, {**tree, "WIDTH": width, "PADDED": padded(width), "AGAIN": again, **REDUCE,
-                                       "num_warps": max(1, padded(width) // 128)}),  # fmt: skip
+        reduce=Prepared(_reduce, key, {**tree, **rows_of_sums, "AGAIN": again, **REDUCE}),
     )
 
 
@@ -302,7 +301,7 @@ def finish(
         "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": dim,
         "VALUE_DIM": value_dim, "DV": padded(value_dim), "CAUSAL": layout.causal, "WINDOWS": order is None,
         "PRECISION": "ieee" if k.dtype == torch.float32 else "tf32", "BLOCK": KEY_BLOCK, "PAGES": sums is not None,
-        "EXACT": exact is not None, "num_warps": 4 if dim + value_dim <= 128 else 8, **FINISH,
+        "EXACT": exact is not None, "num_warps": 4 if dim + value_dim <= 128 else 8, "num_stages": 1,
     }  # fmt: skip
     tensors = (q, k, v, d_out, lse, deltas, blocks, tile_table(layout, k.device), orders, k_sums, v_sums, d_k, d_v)
     numbers = (q.shape[1], kv_heads, layout.num_pages, k_sums.stride(-2), v_sums.stride(-2), *strides)

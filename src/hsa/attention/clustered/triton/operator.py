@@ -22,6 +22,7 @@ from hsa.attention.clustered.triton.lists import lower
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels.available import padded, shared_memory
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for
+from hsa.attention.kernels.triton.recording import Recording, constant, empty
 
 SLAB_BYTES = 2**29
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
@@ -131,12 +132,17 @@ def selection_bytes(layout: Layout, lists: int) -> int:
 
 def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     """Compute `hsa.clustered_attention` from checked arguments: the output and its log-sum-exp `[queries, heads]`."""
-    call = replace(call, q=aligned(call.q), k=aligned(call.k), v=aligned(call.v))
+    given, call = call, replace(call, q=aligned(call.q), k=aligned(call.k), v=aligned(call.v))
     if call.needs_gradient:
         from hsa.attention.clustered.triton.gradient import attend_with_gradient
 
         return attend_with_gradient(call)
-    result = attend_forward(call, call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows))
+    with Recording(call.q, call.k, call.v) as recording:
+        result = attend_forward(call, call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows))
+    is_copied = call.q is not given.q or call.k is not given.k or call.v is not given.v
+    is_launched = call.top_k != 0 and call.pooled_bias is None  # by kernels alone
+    if call.repeats_as is not None and is_launched and not is_copied and result.slabs == 1:
+        call.keep(recording.replay([result.out, result.lse]))
     return result.out, result.lse
 
 
@@ -147,12 +153,14 @@ class Result:
     Attributes:
         selection: Selection of all tiles; None if slabs have selected for themselves.
         counts: `[tiles, lists, 2]` numbers of open groups and of pooled rows.
+        slabs: Number of slabs.
     """
 
     out: Tensor
     lse: Tensor
     selection: Tensor | None
     counts: Tensor
+    slabs: int
 
 
 def attend_forward(call: ClusteredCall, keys: ClusteredKeys, keep: bool = False) -> Result:
@@ -162,7 +170,7 @@ def attend_forward(call: ClusteredCall, keys: ClusteredKeys, keep: bool = False)
         keep: Whether gradients follow. The selection is then kept if it is not too large.
     """
     q, layout, selection, selecting = call.q, call.layout, call.selection, call.select(keys)
-    out = q.new_empty(*q.shape[:2], call.v.shape[2])
+    out = empty(q, *q.shape[:2], call.v.shape[2])
     lse = bounds_of(selecting)  # until `attend` stores the sums
     fits = keep and selection_bytes(layout, call.lists) <= KEPT_BYTES
     if selection is None and (fits or call.opened is not None):
@@ -170,27 +178,27 @@ def attend_forward(call: ClusteredCall, keys: ClusteredKeys, keep: bool = False)
     lists = call.lists if selection is None else selection.lists
     given = (keys.k, keys.v, keys.scores) if selection is None else (keys.k, keys.v, keys.scores, selection.first)
     sizes = sizes_of(q, call.k, call.v, lists, *given)
-    counts = q.new_empty(layout.num_tiles, lists, 2, dtype=torch.int32)
+    counts = empty(q, layout.num_tiles, lists, 2, dtype=torch.int32)
     groups = layout.shape.groups * lists  # per chunk
-    for slab in slabs_within(
-        layout, q.device, sizes.bundle(layout), SLAB_BYTES // (13 * groups), selection is not None
-    ):
+    most = SLAB_BYTES // (13 * groups)
+    every = slabs_within(layout, q.device, sizes.bundle(layout), most, whole=selection is not None)
+    for slab in every:
         held, padding = slab.chunks * groups, slab.num_tiles * lists * ROWS
         # All start at multiples of 16 bytes, which compiled kernels rely on.
         parts = [held + padding // layout.shape.group, held + padding, held + padding, held // 4]
-        *listed, first = q.new_empty(sum(parts), dtype=torch.int32).split(parts)
+        *listed, first = empty(q, sum(parts), dtype=torch.int32).split(parts)
         first = first.view(torch.uint8)
         if selection is not None:
             first = selection.first
         elif slab.chunks:
             select_tiles(selecting, sizes, slab, lse, first)
         _attend_tiles(call, keys, sizes, slab, first, [*listed, counts], out, lse)
-    return Result(out, lse, None if selection is None else selection.first, counts)
+    return Result(out, lse, None if selection is None else selection.first, counts, len(every))
 
 
 def bounds_of(call: SelectCall) -> Tensor:
     """Return memory for the estimate from which each query wants a group, `[queries, heads]`."""
-    bounds = call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
+    bounds = empty(call.q, *call.q.shape[:2], dtype=torch.float32)
     return bounds.fill_(math.inf) if call.top_k == 0 else bounds
 
 
@@ -229,7 +237,7 @@ def select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, fir
     """Write the first query for which each group is open, for some tiles."""
     q, k, keys, layout, pages = call.q, call.k, call.keys, call.layout, call.layout.num_pages
     weighs = int(call.spread) if call.spread in (0.0, 1.0) else 2  # not at all, with 1, with another weight
-    number, tiles, strides, scores = call.top_k, slab.tiles, sizes.strides, Scores.of(keys)
+    number, tiles, strides, scores = call.top_k, constant(slab.tiles), sizes.strides, Scores.of(keys)
     if number != 0:
         kernel = _bound_kernel(sizes, layout, slab, scores, number, weighs)
         shared = (slab.num_tiles, sizes.heads, sizes.kv_heads, pages, *strides[:2])
@@ -240,7 +248,7 @@ def select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, fir
             scales = (call.scale * LOG2_E, math.log2(call.threshold))
             arguments = (q, k, keys.k, tiles, bounds, *shared, *strides[2:4], *scales)
         kernel(slab.num_tiles * sizes.heads, arguments)
-    tensors = (q, keys.k, keys.scores, tiles, slab.bundles, bounds, first)
+    tensors = (q, keys.k, keys.scores, tiles, constant(slab.bundles), bounds, first)
     numbers = (slab.num_bundles, sizes.heads, sizes.kv_heads, sizes.lists, pages)
     _select_kernel(sizes, layout, slab, scores, weighs)(
         slab.num_bundles * sizes.lists, (*tensors, *numbers, *strides[:2], call.spread)
@@ -315,7 +323,7 @@ def _attend_tiles(
         first: First query for which each group is open.
         listed: Memory for the lists of keys, of pooled rows and of their kinds, and for the lengths.
     """
-    bias, tiles, lists = call.pooled_bias, slab.tiles, sizes.lists
+    bias, tiles, lists = call.pooled_bias, constant(slab.tiles), sizes.lists
     to_lists, *passes = _attend_kernels(sizes, call.layout, slab, bias is not None)
     counts = listed[-1]
     to_lists(slab.num_tiles * lists, (first, tiles, *listed, counts, counts, slab.num_tiles, lists))

@@ -75,36 +75,54 @@ def normalizers(
 
 
 @triton.jit
-def estimates(
-    x, means, scores, begin, groups, weight,
+def load_groups(
+    means, scores, begin, groups,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
-    SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    SPREAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Return the rows that the estimates of a block of groups need: means and spreads, together if scores have two parts.
+
+    Args:
+        means: First page of the keys, which is read if the scores have one part.
+        scores: Scores of the first chunk.
+        begin, groups: First group of the block, and number of all groups.
+    """
+    column = tl.arange(0, DIM)
+    if PARTS == 2:  # means and spreads of eight groups at a time, which are in the same threads after the product
+        row = tl.minimum(2 * begin + tl.arange(0, 2 * BLOCK), 2 * groups - 1)
+        mean = tl.load(scores + row[:, None] * DIM + column[None, :])
+        spread = mean
+    else:
+        group = tl.minimum(begin + tl.arange(0, BLOCK), groups - 1)
+        row = group // GROUPS * (CHUNK + GROUPS + NODES + 1) + CHUNK + group % GROUPS
+        mean = tl.load(means + row[:, None] * DIM + column[None, :])
+        spread = mean
+        if SPREAD != 0:
+            spread = tl.load(scores + group[:, None] * DIM + column[None, :])
+    return mean, spread
+
+
+@triton.jit
+def estimates(
+    x, mean, spread, weight, PARTS: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr
+):
     """Return the estimates `[groups, queries]` of a block of groups, without scale and size.
 
     Groups are the rows of the product, so that a minimum over the queries stays inside a few threads.
 
     Args:
         x: Queries, in the type of the scores.
-        means: First page of the keys, which is read if the scores have one part.
-        scores: Scores of the first chunk.
+        mean, spread: Result of `load_groups`.
+        weight: Weight of spreads, if it is neither 0 nor 1.
     """
-    column = tl.arange(0, DIM)
-    if PARTS == 2:  # means and spreads of eight groups at a time, which are in the same threads after the product
-        row = tl.minimum(2 * begin + tl.arange(0, 2 * BLOCK), 2 * groups - 1)
-        y = tl.load(scores + row[:, None] * DIM + column[None, :])
-        both = tl.dot(y, tl.trans(x), input_precision=PRECISION)
-        both = tl.permute(tl.reshape(both, [BLOCK // 8, 2, 8, x.shape[0]]), [0, 2, 3, 1])
+    estimate = tl.dot(mean, tl.trans(x), input_precision=PRECISION)
+    if PARTS == 2:
+        both = tl.permute(tl.reshape(estimate, [BLOCK // 8, 2, 8, x.shape[0]]), [0, 2, 3, 1])
         estimate, deviation = tl.split(tl.reshape(both, [BLOCK, x.shape[0], 2]))
     else:
-        group = tl.minimum(begin + tl.arange(0, BLOCK), groups - 1)
-        row = group // GROUPS * (CHUNK + GROUPS + NODES + 1) + CHUNK + group % GROUPS
-        y = tl.load(means + row[:, None] * DIM + column[None, :])
-        estimate = tl.dot(y, tl.trans(x), input_precision=PRECISION)
         deviation = estimate
         if SPREAD != 0:
-            y = tl.load(scores + group[:, None] * DIM + column[None, :])
-            deviation = tl.dot(y, tl.trans(x), input_precision=PRECISION)
+            deviation = tl.dot(spread, tl.trans(x), input_precision=PRECISION)
     if SPREAD == 1:  # no product for the default weight
         estimate += _abs(deviation)
     elif SPREAD == 2:
@@ -132,9 +150,8 @@ def largest(
     groups = visible * GROUPS
     best = tl.full([TILE, KEPT], float("-inf"), tl.float32)
     for begin in range(0, groups, KEPT):
-        estimate = estimates(
-            x, k_pages, scores, begin, groups, weight, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, PRECISION, KEPT
-        )
+        mean, spread = load_groups(k_pages, scores, begin, groups, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, KEPT)
+        estimate = estimates(x, mean, spread, weight, PARTS, SPREAD, PRECISION, KEPT)
         there = begin + tl.arange(0, KEPT) < groups
         # NaN counts as −∞, as in a comparison.
         estimate = tl.where(there[:, None] & (estimate == estimate), estimate, float("-inf"))
@@ -184,9 +201,8 @@ def select(
         least = bound * -LARGE
         bit = (1 << (within % 16)).to(tl.float32)
         for begin in range(0, groups, BLOCK):
-            estimate = estimates(
-                x, k_pages, scores, begin, groups, weight, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, PRECISION, BLOCK
-            )
+            mean, spread = load_groups(k_pages, scores, begin, groups, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, BLOCK)
+            estimate = estimates(x, mean, spread, weight, PARTS, SPREAD, PRECISION, BLOCK)
             wants = tl.minimum(tl.maximum(estimate * LARGE + least[None, :], 0.0), 1.0)
             bits = tl.reshape(wants * bit[None, :], [BLOCK, TILES, 8, SEGMENTS, 2])
             bits = tl.sum(tl.reshape(tl.permute(bits, [0, 1, 3, 2, 4]), [BLOCK, TILES, SEGMENTS, 16]), 3).to(tl.int32)

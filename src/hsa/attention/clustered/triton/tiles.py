@@ -64,11 +64,11 @@ def of_members(x, SIZE: tl.constexpr):
 
 @triton.jit
 def interval_of(kind):
-    """Return the logarithm of the count of a pooled row, its first query, and the number of queries for which it is active."""
+    """Return the logarithm of the count of a pooled row, its first query, and the number of queries that see it."""
     return (kind & -(2**22)).to(tl.float32, bitcast=True), kind >> 8 & 127, (kind & 255).to(tl.uint32)
 
 
 @triton.jit
 def is_active(query, since, active):
-    """Return whether queries are in an interval. One comparison: the difference of earlier ones is a large unsigned number."""
+    """Return whether queries are in an interval. The difference of earlier ones is a large unsigned number."""
     return (query - since).to(tl.uint32) < active

@@ -13,15 +13,18 @@ import triton
 from torch import Tensor
 
 from hsa.attention.call import needs_gradient
+from hsa.attention.derivatives import first_order
 from hsa.attention.hierarchical.call import HierarchicalCall
 from hsa.attention.hierarchical.entmax.inside import inside_weights
 from hsa.attention.hierarchical.entmax.triton.family import ANY
 from hsa.attention.hierarchical.triton import sweeps
 from hsa.attention.hierarchical.triton.plan import Job, Layout, tiles
+from hsa.attention.hierarchical.why_not import largest_run
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.levels import levels
 from hsa.attention.kernels.triton.launch import Launcher, Operator, compiled_for, last_stride_1
 from hsa.attention.kernels.triton.overlap import overlap
+from hsa.attention.kernels.triton.recording import Recording, Replay, constant, empty
 from hsa.attention.normalizers import Entmax
 from hsa.attention.rounds import rooted
 from hsa.tree.hierarchy import Hierarchy
@@ -41,16 +44,81 @@ _d_up, _d_down, _d_top = Launcher(sweeps.d_up), Launcher(sweeps.d_down), Launche
 def attend(call: HierarchicalCall) -> Tensor:
     """Run `hsa.hierarchical_attention`."""
     forest, positions = rooted(call.hierarchy, call.positions)
-    plan = tiles(forest)
+    plan = tiles(forest, largest_run(call.q, call.v, positions))
     if positions is not None:
         positions = positions.index_select(0, plan.node)
     power, powers = (0, None) if call.entmax is None else _powers(call.entmax, forest, call.q)
     keep = needs_gradient(call.q, call.k, call.v, positions, powers)
-    rows = (last_stride_1(x) for x in (call.q, call.k, call.v))
+    rows = [last_stride_1(x) for x in (call.q, call.k, call.v)]
     options = call.include_self, call.causal, call.scale, keep
     weighted = call.entmax is None or call.entmax.counts == "weighted"
     inside = None if call.entmax is None else inside_weights(forest, weighted, call.include_self, call.causal)
-    return forward(*rows, positions, powers, plan.table, plan.layout, *options, inside, power, weighted)[0]
+    arguments = (positions, powers, plan.table, plan.layout, *options, inside, power, weighted)
+    if not call.is_repeatable or any(x is not y for x, y in zip(rows, (call.q, call.k, call.v), strict=True)):
+        return forward(*rows, *arguments)[0]
+    with Recording(*rows) as recording:
+        results = forward(*rows, *arguments)
+    if recording.launches:
+        run = (
+            RepeatWithGradients(recording.replay(results), arguments) if keep else Repeat(recording.replay(results[:1]))
+        )
+        call.keep(run, keep)
+    return results[0]
+
+
+class Repeat:
+    """A call whose launches were recorded, for other tensors of the same layout."""
+
+    def __init__(self, replay: Replay):
+        self.replay = replay
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.replay(q, k, v)[0]
+
+
+class RepeatWithGradients:
+    """A call that needs gradients. Their launches are recorded when they are first computed.
+
+    Args:
+        replay: Replay of the forward pass, which also returns what gradients need.
+        arguments: Arguments of `_forward` after q, k and v.
+    """
+
+    def __init__(self, replay: Replay, arguments: tuple[Any, ...]):
+        self.replay, self.arguments = replay, arguments
+        self.gradients: dict[Any, Replay] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Repeated.apply(q, k, v, self)
+
+
+class _Repeated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: RepeatWithGradients) -> Tensor:
+        out, *kept = run.replay(q, k, v)
+        ctx.run = run
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, d_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        if d_out is None:
+            return (None,) * 4
+        d_out, run = last_stride_1(d_out), ctx.run
+        saved = ctx.saved_tensors
+        key = d_out.stride(), d_out.data_ptr() % 16 == 0
+        if key not in run.gradients:
+            q, k, v, *kept = saved
+            positions, powers, table, layout, include_self, causal, scale, _, *entmax = run.arguments
+            with Recording(d_out, *saved) as recording:
+                results = _backward(
+                    d_out, q, k, v, positions, powers, table, layout, include_self, causal, scale, kept, *entmax
+                )
+            run.gradients[key] = recording.replay(results[:3])
+            return *results[:3], None
+        return *run.gradients[key](d_out, *saved), None
 
 
 def _powers(entmax: Entmax, forest: Hierarchy, q: Tensor) -> tuple[int, Tensor | None]:
@@ -82,7 +150,7 @@ class _Launch:
     ):
         self.layout = o = Layout.read(layout)
         rows = [o.leaves, o.above]
-        sections = table.split([*rows, *rows, o.runs, o.runs, o.top_levels * (o.bundles + 1)])
+        sections = constant(table).split([*rows, *rows, o.runs, o.runs, o.top_levels * (o.bundles + 1)])
         self.parent, self.up_parent, self.count, self.up_count, self.begin, self.end, self.bundles = sections
         self.heads, dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
         position_dim = 0 if positions is None else positions.shape[2]
@@ -169,7 +237,7 @@ def _forward(
     up_q, up_k, up_v = _split(pooled, q, v)
     o = _Launch(q, v, positions, powers, table, layout, inside, power, weighted)
     outer, weight = shares.unbind(0)
-    up_out = torch.empty_like(up_y, dtype=torch.float32)
+    up_out = empty(up_y, *up_y.shape, dtype=torch.float32)
     leaf_y = y if keep else out  # overwritten by the output unless the gradient needs it
     flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
@@ -238,12 +306,12 @@ def _empty_results(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     leaves, above, root, heads = *layout[:3], q.shape[1]
     return (
-        v.new_empty(leaves, heads, v.shape[2]),
-        v.new_empty(leaves if keep else 0, heads, v.shape[2]),
-        v.new_empty(root, heads, v.shape[2]),
-        q.new_empty(above * heads * (2 * q.shape[2] + v.shape[2])),
-        q.new_empty(above, heads, dtype=torch.float32),
-        q.new_empty(2, root, heads, dtype=torch.float32),
+        empty(v, leaves, heads, v.shape[2]),
+        empty(v, leaves if keep else 0, heads, v.shape[2]),
+        empty(v, root, heads, v.shape[2]),
+        empty(q, above * heads * (2 * q.shape[2] + v.shape[2])),
+        empty(q, above, heads, dtype=torch.float32),
+        empty(q, 2, root, heads, dtype=torch.float32),
     )
 
 
@@ -279,11 +347,11 @@ def _backward(
 
     y, up_y, pooled, inner, shares = kept
     up_q, up_k, up_v = _split(pooled, q, v)
-    up_d_q, up_d_k, up_d_v = _split(torch.empty_like(pooled), q, v)
+    up_d_q, up_d_k, up_d_v = _split(empty(pooled, *pooled.shape), q, v)
     outer, weight = shares.unbind(0)
     o = _Launch(q, v, positions, powers, table, layout, inside, power, weighted)
-    d_weight, d_inner = inner.new_empty(2, *inner.shape).unbind(0)
-    up_d_out = q.new_empty(len(inner), *up_y.shape[1:], dtype=torch.float32)
+    d_weight, d_inner = empty(inner, 2, *inner.shape).unbind(0)
+    up_d_out = empty(q, len(inner), *up_y.shape[1:], dtype=torch.float32)
     up_d_positions = d_positions if positions is None else d_positions[o.layout.leaves :]
     flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
@@ -357,7 +425,7 @@ def _empty_gradients(
     d_positions = (
         q.new_empty(0) if positions is None else positions.new_zeros(positions.shape[0], q.shape[1], positions.shape[2])
     )
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_positions, d_powers
+    return empty(q, *q.shape), empty(k, *k.shape), empty(v, *v.shape), d_positions, d_powers
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

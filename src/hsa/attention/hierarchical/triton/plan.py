@@ -1,6 +1,6 @@
 """The plan of the kernels' sweeps: runs of families, level by level.
 
-A run is one family, or several small ones that fit in 16 rows. Runs are padded to one of a few sizes; the runs of one size
+A run is one family, or several small ones that share its rows. Runs are padded to one of a few sizes; the runs of one size
 and level are a *job*, which is one launch. The levels near the roots, where a tree has few rows, are bundled: one program
 processes all of these levels of a bundle of whole trees.
 """
@@ -19,13 +19,15 @@ from hsa.tree.hierarchy import Hierarchy
 
 SIZES = (16, 32, 64, 128)
 FAMILIES_PER_RUN = 16
-SMALL = 4
-"""Mean size up to which families share runs; runs of one family are cheaper to pool."""
+COST = {16: 1.0, 32: 1.0, 64: 1.1, 128: 1.6}
+"""Time per row of runs of each size, relative to full runs of 16 rows."""
+SHARED_COST = 1.3
+"""Factor of the time of runs that several families share, which take longer to pool."""
 SMALLEST_JOB = 1 / 16
 """Share of a level's rows below which runs are padded to the next size instead of getting their own launch."""
 TOP_ROWS = 64
 """Rows of a tree up to which one program processes all further levels faster than a launch per level would."""
-BUNDLE = 128
+BUNDLE = 32
 """Rows per bundle of trees."""
 
 
@@ -100,12 +102,16 @@ class Tiles:
     layout: list[int]
 
 
-def tiles(hierarchy: Hierarchy) -> Tiles:
-    """Return the plan of a rooted forest, built once. `why_not_tiles` must be empty for the forest."""
-    return hierarchy.cached("tiles", lambda: _build(hierarchy))
+def tiles(hierarchy: Hierarchy, largest: int = SIZES[-1]) -> Tiles:
+    """Return the plan of a rooted forest, built once. `why_not_tiles` must be empty for the forest.
+
+    Args:
+        largest: Largest size of runs.
+    """
+    return hierarchy.cached(("tiles", largest), lambda: _build(hierarchy, largest))
 
 
-def _build(hierarchy: Hierarchy) -> Tiles:
+def _build(hierarchy: Hierarchy, largest: int) -> Tiles:
     plan = levels(hierarchy)
     assert plan is not None
     num_leaves, top_level = plan.num_leaves, _first_level_of_top(plan, hierarchy.num_trees)
@@ -115,7 +121,7 @@ def _build(hierarchy: Hierarchy) -> Tiles:
     for level in range(top_level):
         row = plan.bounds[level] - (num_leaves if level else 0)
         jobs = []
-        for size, single, begin, end in _jobs(families(plan, level)):
+        for size, single, begin, end in _jobs(families(plan, level), largest):
             full = level == 0 and bool((begin == np.arange(len(begin)) * size).all() and (end - begin == size).all())
             jobs.append(Job(size, single, full, number, len(begin)))
             begins.append(row + begin)
@@ -171,7 +177,8 @@ def _top(
     leaf_bounds = np.append(roots, plan.num_leaves)[trees]
     in_top = [families(plan, level) for level in range(top_level, plan.num_levels)]
     size = next(size for size in SIZES if size >= max(int(np.diff(bounds).max()) for bounds in in_top))
-    most = _families_per_run(in_top[0])
+    sizes = np.diff(in_top[0])
+    most = 1 if len(_pack(in_top[0], size, FAMILIES_PER_RUN)) * SHARED_COST > len(sizes) else FAMILIES_PER_RUN
     bundles = []
     for level, bounds in zip(range(top_level, plan.num_levels), in_top, strict=True):
         of_parent = plan.first_leaf[plan.bounds[level + 1] : plan.bounds[level + 2]]
@@ -185,14 +192,19 @@ def _top(
     return size, most == 1, np.array(bundles)
 
 
-def _families_per_run(bounds: np.ndarray) -> int:
-    """Return 1, or more if families are so small that their runs would be mostly padding."""
-    return 1 if bounds[-1] > SMALL * (len(bounds) - 1) else FAMILIES_PER_RUN
+def _jobs(bounds: np.ndarray, largest: int) -> list[tuple[int, bool, np.ndarray, np.ndarray]]:
+    """Return for each size of runs: the size, whether all runs are single families, their first rows and their ends.
+
+    Args:
+        bounds: Bounds of the families.
+        largest: Largest size of runs.
+    """
+    return min((_runs(bounds, size) for size in (0, *SIZES) if size <= largest), key=_cost)
 
 
-def _jobs(bounds: np.ndarray) -> list[tuple[int, bool, np.ndarray, np.ndarray]]:
-    """Return for each size of runs: the size, whether all runs are single families, their first rows and their ends."""
-    packed = _pack(bounds, SIZES[0], _families_per_run(bounds))
+def _runs(bounds: np.ndarray, size: int) -> list[tuple[int, bool, np.ndarray, np.ndarray]]:
+    """Return the jobs if families share runs of up to `size` rows."""
+    packed = _pack(bounds, size, FAMILIES_PER_RUN)
     begin, end, number = bounds[packed[:-1]], bounds[packed[1:]], np.diff(packed)
     sizes = np.array(SIZES)[np.searchsorted(SIZES, end - begin)]
     rows = end - begin
@@ -203,6 +215,10 @@ def _jobs(bounds: np.ndarray) -> list[tuple[int, bool, np.ndarray, np.ndarray]]:
         (int(size), bool((number[sizes == size] == 1).all()), begin[sizes == size], end[sizes == size])
         for size in np.unique(sizes)
     ]
+
+
+def _cost(jobs: list[tuple[int, bool, np.ndarray, np.ndarray]]) -> float:
+    return sum(len(begin) * size * COST[size] * (1.0 if single else SHARED_COST) for size, single, begin, _ in jobs)
 
 
 def _pack(bounds: np.ndarray, size: int, most: int, ends: np.ndarray | None = None) -> np.ndarray:

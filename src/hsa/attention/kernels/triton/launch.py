@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from hsa.attention.derivatives import first_order
-
-INTERPRETED: bool = triton.knobs.runtime.interpret
+from hsa.attention.kernels.triton.recording import INTERPRETED as INTERPRETED
+from hsa.attention.kernels.triton.recording import STATE, Launch
 
 
 class Operator:
@@ -88,9 +87,10 @@ class Launcher:
     def __call__(self, key: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         """Launch the kernel, and return its compiled version; None in the interpreter."""
         if INTERPRETED:
-            options = ("num_warps", "launch_pdl")
+            options = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
             kept = {name: value for name, value in constants.items() if name not in options}
             self.kernel[(programs,)](*arguments, **kept)
+            self._note(None, programs, arguments, kept)
             return None
         key = key, *constants.values(), torch.cuda.current_device()
         compiled = self.compiled.get(key)
@@ -98,7 +98,14 @@ class Launcher:
             compiled = self.compiled[key] = self.kernel[(programs,)](*arguments, **constants)
         else:
             compiled[(programs, 1, 1)](*arguments, *[None] * self.num_constants)
+        self._note(compiled, programs, arguments, {})
         return compiled
+
+    def _note(self, compiled: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Add a launch to the recording, if there is one."""
+        if STATE.recording is not None:
+            arguments = arguments if INTERPRETED else (*arguments, *[None] * self.num_constants)
+            STATE.recording.launches.append(Launch(compiled, programs, arguments, self.kernel, constants))
 
 
 class Prepared:
@@ -112,7 +119,7 @@ class Prepared:
         self.compiled: Any = None
 
     def __call__(self, programs: int, arguments: tuple[Any, ...]) -> None:
-        if self.compiled is None:
+        if self.compiled is None or STATE.recording is not None:
             self.compiled = self.launcher(self.key, programs, arguments, self.constants)
         else:
             self.compiled[(programs, 1, 1)](*arguments, *[None] * self.launcher.num_constants)
