@@ -417,29 +417,25 @@ class ClusteredCache(Cache):
         layers, sizes = state.get("layers"), dict[str, int]()
         if not isinstance(layers, list) or len(layers) != self.layers:
             raise InvalidInput("state['layers']", got="other content", expected=f"the tensors of {self.layers} layers")
-        wanted = self.rows.tensors("sequences")
         for number, layer in enumerate(layers):
-            others = {name: what for name, what in wanted.items() if name != "scores"}  # they may have another form
-            sizes = check_tensors(layer, others, f"state['layers'][{number}]", **sizes)
+            scores = layer.get("scores") if isinstance(layer, dict) else None
+            wanted = self.rows.tensors("sequences", scores)
+            sizes = check_tensors(layer, wanted, f"state['layers'][{number}]", **sizes)
             lists = sizes.pop("lists")
             if lists % self.kv_heads or (self.rule.share_lists and lists > self.kv_heads):
                 expected = f"lists for {self.kv_heads} key/value heads"
                 raise InvalidInput(f"state['layers'][{number}]['first']", got=f"{lists} lists", expected=expected)
         most = self._most(sizes["chunks"] * self.shape.chunk)
         self._lengths = check_lengths(state.get("lengths"), sizes["sequences"], most)
-        self._stored = [self._loaded_layer(layer, wanted) for layer in layers]
+        self._stored = [self._loaded_layer(layer) for layer in layers]
         self._loaded(self._lengths)
         self._set_lengths(self._lengths)
 
     @_without_autograd
-    def _loaded_layer(self, layer: Layer, wanted: dict[str, Any]) -> Layer:
-        loaded = {name: layer[name].to(self.device, copy=True) for name in wanted if name != "scores"}
-        shape = (*loaded["k"].shape[:3], *wanted["scores"][0][3:])
-        scores = layer.get("scores")
-        if scores is None or tuple(scores.shape) != shape or scores.dtype != wanted["scores"][1]:
+    def _loaded_layer(self, layer: Layer) -> Layer:
+        loaded = {name: layer[name].to(self.device, copy=True) for name in self.rows.tensors("sequences")}
+        if (loaded["scores"].dtype, loaded["scores"].shape[4]) != self.rows.scores:
             loaded["scores"] = self.rows.scores_of_pages(loaded["k"])
-        else:
-            loaded["scores"] = scores.to(self.device, copy=True)
         return loaded
 
     def _settings(self) -> dict[str, Any]:

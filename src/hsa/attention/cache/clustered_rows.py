@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,10 +78,18 @@ class Rows:
 
         return scores_of(self.dtype, self.device)
 
-    def tensors(self, sequences: int | str) -> dict[str, Wanted]:
-        """Return shape and dtype of the tensors of a layer."""
+    def tensors(self, sequences: int | str, scores: Any = None) -> dict[str, Wanted]:
+        """Return shape and dtype of the tensors of a layer.
+
+        Args:
+            sequences: Number of sequences, or its name.
+            scores: Scores of a saved layer, which may have the form of another device.
+        """
         shape, rows = self.shape, (self.kv_heads, sequences, "chunks")
         dtype, parts = self.scores
+        if isinstance(scores, Tensor) and scores.ndim == 7:
+            forms = ((self.dtype, 1), (EIGHT_BITS, 2))
+            dtype, parts = (scores.dtype, scores.shape[4]) if (scores.dtype, scores.shape[4]) in forms else self.scores
         wanted: dict[str, Wanted] = {
             name: ((*rows, shape.page, dim), self.dtype) for name, dim in zip("kv", self.dims, strict=True)
         }
