@@ -44,6 +44,8 @@ LISTED_GROUPS = 1024
 """Maximum number of groups whose rows are listed at once."""
 ESTIMATED_BYTES = 2**13
 """Maximum bytes of the means of groups that are estimated at once, if they had the type of the keys."""
+STAGES = 3
+"""Number of blocks of groups whose scores are on their way at once."""
 WARPS = 2
 """Number of warps of a program of `attend`."""
 LOG2_E = math.log2(math.e)
@@ -166,10 +168,7 @@ def select(
     SPLITS: tl.constexpr, PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Add the groups that the tokens want to the open groups of their tile, in some chunks.
-
-    The scores do not depend on `near`: the first of them are read before it has finished.
-    """
+    """Add the groups that the tokens want to the open groups of their tile, in some chunks."""
     split = tl.program_id(0) % SPLITS
     sequence = tl.program_id(0) // SPLITS % batch
     kv_head = tl.program_id(0) // (SPLITS * batch)
@@ -186,9 +185,6 @@ def select(
     at = q + sequence * q_batch + token * q_token + head * q_head
     x = tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0).to(scores.dtype.element_ty)
     groups = (end - first_chunk) * GROUPS
-    mean, spread = load_groups(
-        k_pages, scores, 0, tl.maximum(groups, 1), CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, BLOCK
-    )
     wait_for_previous_launch(OVERLAP)
     if (from_token == to_token) | (groups == 0):
         return
@@ -201,20 +197,17 @@ def select(
     member = tl.arange(0, HEADS)
     row = ((kv_head * lists + member).to(tl.int64) * batch + sequence) * capacity + first_chunk
     for begin in range(0, groups, BLOCK):
-        next_mean, next_spread = load_groups(
-            k_pages, scores, begin + BLOCK, groups, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, BLOCK
-        )
+        group = begin + tl.arange(0, BLOCK)
+        to = row[None, :] * GROUPS + group[:, None]
+        is_group = (group < groups)[:, None] & (member < lists)[None, :]
+        opened = tl.load(first + to, mask=is_group, other=255).to(tl.int32)
+        mean, spread = load_groups(k_pages, scores, begin, groups, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, BLOCK)
         estimate = estimates(x, mean, spread, weight, PARTS, SPREAD, PRECISION, BLOCK)
-        mean, spread = next_mean, next_spread
         wanted = tl.where(estimate >= bound[None, :], since[None, :], 255)
         wanted = tl.min(tl.reshape(wanted, [BLOCK, HEADS, TOKENS]), 2)
         if SHARED:
             wanted = tl.broadcast_to(tl.min(wanted, 1)[:, None], [BLOCK, HEADS])
-        group = begin + tl.arange(0, BLOCK)
         wanted = tl.where((first_chunk == 0) & (group == 0)[:, None], 0, wanted)  # the group of the first key
-        to = row[None, :] * GROUPS + group[:, None]
-        is_group = (group < groups)[:, None] & (member < lists)[None, :]
-        opened = tl.load(first + to, mask=is_group, other=255).to(tl.int32)
         if starts:
             tl.store(before + to, opened.to(tl.uint8), mask=is_group)
             opened = 0 * opened + 255
@@ -448,7 +441,7 @@ def launches(step: Step) -> tuple[Launches, ...]:
         result.append(
             Launches(
                 Prepared(_near, key, {**near, "num_warps": 4, **overlap(step.device)}),
-                Prepared(_select, key, {**select, "BLOCK": groups, **merging}),
+                Prepared(_select, key, {**select, "BLOCK": groups, **merging, "num_stages": STAGES}),
                 Prepared(_attend, key, attend),
                 Prepared(_close, key, {"LATER": later, "TILE": shape.tile, **close, **overlap(step.device)}),
             )
