@@ -4,13 +4,13 @@ Each file holds queries, keys and values of some layers of a real model, written
 `python -m benchmarks.tiled_quality`. Their texts are repeated up to the wanted length. With `--heads 16`, every query head
 gets its own key/value head, and heads are repeated up to that number. Everything is checked against float64 before it is
 timed. Times are medians of calls from Python, in one run, against the faster of PyTorch's flash and cuDNN kernels;
-clustering and selecting are included.
+clustering and selecting are included. With `--training`, forward and backward passes are measured, and one million tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ from hsa.attention.clustered.selection import NEVER
 
 LENGTHS = (8192, 32768, 131072)
 THRESHOLDS = (1 / 64, 1 / 128, 1 / 256)
+TRAINED = (1 / 128, 1 / 256)
+"""Thresholds of forward and backward passes."""
 UNMASKED = 32768
 """Number of tokens at which attention without causality is measured too."""
 HEADER = (
@@ -52,12 +54,15 @@ def random(tokens: int, heads: int) -> Inputs:
     return tuple(torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))  # type: ignore[return-value]
 
 
-def fastest_sdpa(inputs: Inputs, causal: bool) -> float:
-    q, k, v = (x.transpose(0, 1)[None] for x in inputs)
+def fastest_sdpa(inputs: Inputs, causal: bool, backward: bool = False) -> float:
+    """Return the milliseconds of the faster of PyTorch's kernels."""
+    by_head: Any = tuple(x.transpose(0, 1)[None] for x in inputs)
+    run = partial(_sdpa, causal=causal)
+    step = with_backward(run, by_head) if backward else partial(run, *by_head)
     times = []
     for backend in BACKENDS.values():
         with sdpa_kernel(backend):
-            times.append(milliseconds(lambda: _sdpa(q, k, v, causal)))
+            times.append(milliseconds(step, seconds=0.3))
     return min(times)
 
 
@@ -122,6 +127,74 @@ def time_setting(inputs: Inputs, causal: bool, **setting: Any) -> tuple[list[flo
     return [milliseconds(step, seconds=0.15) for step in steps], keys_per_tile(selection)
 
 
+def with_backward(run: Callable[..., Tensor], inputs: Inputs) -> Callable[[], Any]:
+    """Return a forward and backward pass."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    d_out = torch.randn_like(leaves[0])
+    return lambda: torch.autograd.grad(run(*leaves), leaves, d_out)
+
+
+def check_gradients(inputs: Inputs, **setting: Any) -> None:
+    """Compare gradients with the torch backend in float64, on the first tokens and with the kernels' own selection."""
+    q, k, v = (x[:1024] for x in inputs)
+    keys = hsa.cluster(k, v, [len(k)])
+    selection = hsa.select_groups(q, k, keys, [len(k)], causal=True, **setting)
+    d_out, results = torch.randn_like(q), []
+    for dtype, backend in ((q.dtype, "triton"), (torch.float64, "torch")):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out = hsa.clustered_attention(*leaves, causal=True, selection=selection, backend=backend)
+        results.append(torch.autograd.grad(out, leaves, d_out.to(dtype)))
+    for name, x, y in zip("qkv", *results, strict=True):
+        check(f"gradient of {name}, {setting}", x, y, 3e-2)
+
+
+def training_row(name: str, inputs: Inputs, threshold: float, exact: float | None) -> list[Any]:
+    """Return the time of a forward and backward pass, and the memory that it takes."""
+    step = with_backward(partial(hsa.clustered_attention, causal=True, threshold=threshold), inputs)
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before
+    four = sum(x.nbytes for x in inputs) + inputs[0].nbytes
+    ours = milliseconds(step, seconds=0.3)
+    faster = None if exact is None else exact / ours
+    setting = f"threshold=1/{round(1 / threshold)}"
+    row = [name, f"{len(inputs[0]):,}", setting, exact, ours, faster, extra / 2**30, extra / four]
+    print(*(f"{x:.3f}" if isinstance(x, float) else x for x in row), sep=" · ", flush=True)
+    return row
+
+
+def training(files: Sequence[Path], heads: int, lengths: Sequence[int], layers: int) -> None:
+    """Measure forward and backward passes, and one million tokens."""
+    texts: dict[str, Any] = {f"random, {heads}/{heads} × 64": None}
+    for file in files:
+        data = torch.load(file)
+        for number in sorted(data)[:layers]:
+            texts[f"{file.stem.removeprefix('qkv_')}, layer {number}, {heads}/{heads} × 64"] = data[number]
+    rows = []
+    for tokens in lengths:
+        exact = None
+        for name, layer in texts.items():
+            inputs = random(tokens, heads) if layer is None else real(layer, tokens, heads)
+            check_gradients(inputs, threshold=TRAINED[0])
+            exact = exact or fastest_sdpa(inputs, True, backward=True)
+            rows += [training_row(name, inputs, threshold, exact) for threshold in TRAINED]
+    rows.append(training_row(f"random, {heads}/{heads} × 64", random(2**20, heads), TRAINED[0], None))
+    header = ("inputs", "tokens", "setting", "SDPA ms", "ours ms", "× faster", "extra GiB", "of q + k + v + o")
+    notes = (
+        "Causal, forward + backward, bfloat16, one sequence, calls from Python, clustering and selecting included, against "
+        "the faster of PyTorch's flash and cuDNN kernels. Gradients are compared with float64 before they are timed. Extra: "
+        "peak memory beyond q, k, v and the gradient of the output. Texts are repeated beyond 8,192 tokens, which makes "
+        "every key several times as frequent."
+    )
+    title = "Training with clustered attention on a GPU"
+    command = f"python -m benchmarks.clustered_gpu QKV.pt --training --heads {heads}"
+    write_table("clustered_training_gpu", title, [("", header, rows)], notes, command=command)
+
+
 def keys_per_tile(selection: hsa.TileSelection) -> int:
     """Return the mean number of keys of open groups per tile and list."""
     opened = int((selection.first != NEVER).sum()) * selection.layout.shape.group
@@ -165,5 +238,9 @@ if __name__ == "__main__":
     parser.add_argument("--heads", type=int, help="number of heads with keys of their own")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--layers", type=int, default=3, help="number of recorded layers to use")
+    parser.add_argument("--training", action="store_true", help="measure forward and backward passes")
     given = parser.parse_args()
-    main(given.name, given.files, given.heads, given.lengths, given.layers)
+    if given.training:
+        training(given.files, given.heads or 16, given.lengths, given.layers)
+    else:
+        main(given.name, given.files, given.heads, given.lengths, given.layers)

@@ -28,9 +28,12 @@ from hsa import (
     multiscale_attention,
     select,
 )
+from hsa.attention.cache.clustered import ClusteredCache
 from hsa.attention.cache.multiscale import MultiscaleCache
-from hsa.attention.cache.triton import multiscale_step  # noqa: F401
+from hsa.attention.cache.triton import clustered_step, multiscale_step  # noqa: F401
+from hsa.attention.clustered.triton import gradient
 from hsa.attention.clustered.triton import operator as clustered_kernels  # noqa: F401
+from hsa.attention.clustered.why_not import MOST_BYTES
 from hsa.attention.hierarchical.triton import operator as hierarchical_kernels  # noqa: F401
 from hsa.attention.kernels import available
 from hsa.attention.kernels.levels import levels
@@ -64,6 +67,7 @@ def prepare(capability):
     torch.cuda.current_device = lambda: 0
     available.capability = lambda device: divmod(capability, 10)
     available.device_of = lambda x: nullcontext()
+    gradient.HostCounts.read = lambda counts: torch.zeros_like(counts.counts).numpy()  # kernels have not written them
     os.environ["TRITON_INTERPRET"] = "1"  # at this point it only allows backend="triton" for CPU tensors
 
 
@@ -93,14 +97,21 @@ def compile_multiscale(tree, dtype, causal):
 
 
 def compile_clustered(dtype, dim, **rule):
-    q, k, v = (torch.randn(600, heads, dim, dtype=dtype) for heads in (4, 2, 2))
-    clustered_attention(q, k, v, backend="triton", **rule)
+    q, k, v = (torch.randn(600, heads, dim, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    with torch.no_grad():
+        clustered_attention(q, k, v, backend="triton", **rule)
+    if 2 * dim * dtype.itemsize <= MOST_BYTES:
+        clustered_attention(q, k, v, backend="triton", **rule).sum().backward()
 
 
 def compile_decoding(dtype, dim):
-    cache = MultiscaleCache(1, 2, 2, dim, sinks=1, dtype=dtype, backend="triton")
-    cache.append()
-    cache.attend(0, *(torch.randn(2, heads, dim, dtype=dtype) for heads in (4, 2, 2)))
+    trees = MultiscaleCache(1, 2, 2, dim, sinks=1, dtype=dtype, backend="triton")
+    clusters = ClusteredCache(1, 2, 2, dim, dtype=dtype, backend="triton")
+    for cache in (trees, clusters):
+        cache.append()
+        cache.attend(0, *(torch.randn(2, heads, dim, dtype=dtype) for heads in (4, 2, 2)))
+    clusters.extend([3, 3])
+    clusters.attend_prompts(0, *(torch.randn(6, heads, dim, dtype=dtype) for heads in (4, 2, 2)))
 
 
 def compile_trilinear(dtype, dim, causal):

@@ -1,6 +1,5 @@
 """Chunks and tiles of a packed batch, against their definition token by token."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -171,6 +171,14 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
 
+def test_wide_heads_are_refused():
+    q, k, v = (x.requires_grad_() for x in inputs([300], None, (1, 1, 128, 128)))
+    with pytest.raises(hsa.HsaError, match="at most 512 bytes together, not 1024"):
+        hsa.clustered_attention(q, k, v, backend="triton")
+    hsa.clustered_attention(q, k, v).sum().backward()  # another backend runs it
+    assert k.grad.abs().sum() > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])

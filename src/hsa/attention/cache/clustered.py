@@ -217,8 +217,8 @@ class ClusteredCache(Cache):
         if not any(new):
             return q.new_empty(0, heads, self.value_dim)
         if self._decode is not None and 0 < min(new) == max(new) <= min(FEW, self.shape.tile):
-            few = (x.unflatten(0, (self.batch, new[0])) for x in (q, k, v))
-            return self._steps(stored, *few, options).flatten(0, 1)
+            few = [x.unflatten(0, (self.batch, new[0])) for x in (q, k, v)]
+            return self._steps(stored, few[0], few[1], few[2], options).flatten(0, 1)
         chunk = self.shape.chunk
         recent_k, recent_v = self._recent(stored["k"], k), self._recent(stored["v"], v)
         self._store(stored, k, v)
@@ -457,11 +457,11 @@ class ClusteredCache(Cache):
 
     def _empty(self, chunks: int, lists: int) -> Layer:
         """Return the tensors of an empty layer: zeros, because masked entries must be finite too."""
-        sizes = {"chunks": chunks, "lists": lists}
+        sizes: dict[Any, int] = {"chunks": chunks, "lists": lists}
         result = {}
         with torch.inference_mode(False):
             for name, (shape, dtype) in self.rows.tensors(self.batch).items():
-                size = [sizes.get(n, n) if isinstance(n, str) else n for n in shape]
+                size: list[Any] = [sizes.get(n, n) for n in shape]
                 result[name] = torch.zeros(size, dtype=dtype, device=self.device)
                 if name in ("first", "before"):
                     result[name].fill_(NEVER)

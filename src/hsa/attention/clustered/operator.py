@@ -254,7 +254,7 @@ def clustered_attention(
     torch.Size([8, 2, 16])
     """
     key = None
-    if keys is selection is opened is recent is branching is None and dropout_p == 0:
+    if all(x is None for x in (keys, selection, opened, recent, branching)) and dropout_p == 0:
         options = (causal, threshold, top_k, spread, share_lists, windows, tile, pooled_bias, scale, backend)
         key = repeat_key(q, k, v, lengths, query_lengths, options)
         if key is not None and (results := repeated(key, q, k, v)) is not None:

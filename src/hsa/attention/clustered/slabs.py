@@ -75,7 +75,8 @@ def slabs(layout: Layout, device: torch.device, bundle: int, number: int = 1, wh
         if not whole:
             part[:, 6] = part[:, 7]
         bundles = _bundles(layout.tile_sequence[part[:, 8]], part[:, 3], bundle)
-        result.append(Slab(*on_device(device, part, bundles), part[:, 8], int(part[:, 3].sum())))
+        tiles, bundled = on_device(device, part, bundles)
+        result.append(Slab(tiles, bundled, part[:, 8], int(part[:, 3].sum())))
     return result
 
 
@@ -150,7 +151,8 @@ def readers(layout: Layout, slab: Slab, device: torch.device) -> Readers:
         columns.append(np.stack([layout.starts[s] + number, number, np.full(chunks, first[s]), count], 1))
     table = np.concatenate(columns) if columns else np.empty((0, 4), np.int64)
     table = np.concatenate([table, (np.cumsum(table[:, 3]) - table[:, 3])[:, None]], 1)
-    return Readers(*on_device(device, order, table), int(table[:, 3].sum()))
+    tiles, chunk_table = on_device(device, order, table)
+    return Readers(tiles, chunk_table, int(table[:, 3].sum()))
 
 
 @lru_cache(maxsize=64)

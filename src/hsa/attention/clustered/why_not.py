@@ -7,11 +7,14 @@ from torch import Tensor
 from hsa.attention.clustered.call import ClusteredCall, SelectCall
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.kernels import available
+from hsa.attention.kernels.available import padded
 
 MOST_NUMBERS = 2**31
 """Limit of the numbers of the keys or values of a sequence, per head: kernels count them in 32 bits."""
 MOST_GROUPS = 2**23
 """Maximum number of groups of a sequence: an entry of a list has 31 bits for a group and a query."""
+MOST_BYTES = 512
+"""Maximum bytes of a key and a value of one head for gradients: what is derived from them must fit the shared memory."""
 MOST_KEPT = 128
 """Maximum of `top_k`: a program keeps that many estimates per query."""
 
@@ -23,6 +26,9 @@ def why_not_triton(call: ClusteredCall) -> list[str]:
         return reasons
     if call.dropout_p > 0:
         reasons.append("it has no dropout")
+    row_bytes = (padded(call.q.shape[2]) + padded(call.v.shape[2])) * call.q.element_size()
+    if call.needs_gradient and row_bytes > MOST_BYTES:
+        reasons.append(f"its gradients need keys and values of at most {MOST_BYTES} bytes together, not {row_bytes}")
     return reasons
 
 

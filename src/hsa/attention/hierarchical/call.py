@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class HierarchicalCall(Call):
 
     def keep(self, run: Callable[[Tensor, Tensor, Tensor], Tensor], keeps_gradient: bool) -> None:
         """Keep a function that repeats this call for other tensors of the same layout."""
-        runs = self.hierarchy.cached(REPEATED, dict)
+        runs: dict[Any, Callable[[Tensor, Tensor, Tensor], Tensor]] = self.hierarchy.cached(REPEATED, dict)
         if len(runs) >= MOST_REPEATED:
             runs.pop(next(iter(runs)))
         options = self.include_self, self.scale, self.backend, keeps_gradient

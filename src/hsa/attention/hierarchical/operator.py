@@ -115,7 +115,8 @@ def hierarchical_attention(
     >>> hierarchical_attention(q, k, v, tree).shape
     torch.Size([9, 2, 4])
     """
-    is_default = positions is causal is mixing is None and normalizer == "softmax" and family_attention == "exact"
+    is_default = positions is None and causal is None and mixing is None
+    is_default = is_default and normalizer == "softmax" and family_attention == "exact"
     if is_default and (out := repeated(q, k, v, hierarchy, include_self, scale, backend)) is not None:
         return out
     check_inputs({"q": q, "k": k, "v": v}, hierarchy)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,7 +32,6 @@ from hsa.attention.clustered.triton.select import add_mass, estimates, load_grou
 from hsa.attention.clustered.triton.tiles import interval_of, is_active, load_rows, of_members, rows_of_groups
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for, last_stride_1
-from hsa.attention.kernels.triton.overlap import overlap, wait_for_previous_launch
 
 PROGRAMS = 4096
 """Number of programs of a launch that a GPU needs to be busy."""
@@ -42,12 +41,10 @@ ROWS = 64
 """Maximum number of rows of keys and values that are read at once."""
 LISTED_GROUPS = 1024
 """Maximum number of groups whose rows are listed at once."""
-ESTIMATED_BYTES = 2**13
+ESTIMATED_BYTES = 2**14
 """Maximum bytes of the means of groups that are estimated at once, if they had the type of the keys."""
-STAGES = 3
-"""Number of blocks of groups whose scores are on their way at once."""
-WARPS = 2
-"""Number of warps of a program of `attend`."""
+ATTEND = {"num_warps": 2, "num_stages": 2}
+"""Launch options of `attend`: small programs, several of which fit a multiprocessor."""
 LOG2_E = math.log2(math.e)
 
 
@@ -100,10 +97,9 @@ def near(
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, scale,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
-    LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Store partial sums of masses: those of nodes, and last that of the chunk in progress, with its output."""
-    wait_for_previous_launch(OVERLAP)
     split = tl.program_id(0) % (SPLITS + 1)
     sequence = tl.program_id(0) // (SPLITS + 1) % batch
     kv_head = tl.program_id(0) // ((SPLITS + 1) * batch)
@@ -166,7 +162,6 @@ def select(
     HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
     SPREAD: tl.constexpr, SHARED: tl.constexpr, LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, PADDED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Add the groups that the tokens want to the open groups of their tile, in some chunks."""
     split = tl.program_id(0) % SPLITS
@@ -185,7 +180,6 @@ def select(
     at = q + sequence * q_batch + token * q_token + head * q_head
     x = tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0).to(scores.dtype.element_ty)
     groups = (end - first_chunk) * GROUPS
-    wait_for_previous_launch(OVERLAP)
     if (from_token == to_token) | (groups == 0):
         return
     entry = ((sequence * tokens + token) * heads + head) * (SPLITS + 1)
@@ -222,7 +216,6 @@ def attend(
     TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, BIASED: tl.constexpr,
     LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to the rows of some chunks. The last program of a sequence and head merges the results of all."""
     split = tl.program_id(0) % SPLITS
@@ -238,7 +231,6 @@ def attend(
         mask=there[:, None],
         other=0.0,
     )
-    wait_for_previous_launch(OVERLAP)
     if from_token == to_token:
         return
     is_value = there[:, None] & (value_column[None, :] < VALUE_DIM)
@@ -335,10 +327,9 @@ def close(
     k_pages, v_pages, scores, order, start, lengths, batch, capacity, tokens,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr,
-    PARTS: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Cluster and pool the chunk that the tokens complete, if there is one, in place."""
-    wait_for_previous_launch(OVERLAP)
     sequence = tl.program_id(0) % batch
     head = tl.program_id(0) // batch
     from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
@@ -374,7 +365,6 @@ class Step:
     dim: int
     value_dim: int
     dtype: torch.dtype
-    device: torch.device
     scores: torch.dtype
     parts: int
     biased: bool
@@ -420,7 +410,7 @@ def launches(step: Step) -> tuple[Launches, ...]:
     scores = {"PARTS": step.parts, "UNIT": unit_of(step.scores)}
     spread = step.rule.spread
     selecting = {"SPREAD": int(spread) if spread in (0.0, 1.0) else 2, "SHARED": step.rule.share_lists}
-    merging = {"PADDED": padded(splits + 1), "num_warps": 4, **overlap(step.device)}
+    merging = {"PADDED": padded(splits + 1), "num_warps": 4}
     each = _power_of_2(-(-step.capacity // splits))  # chunks of a program
     listing = {
         "ROWS": step.block,
@@ -435,15 +425,16 @@ def launches(step: Step) -> tuple[Launches, ...]:
         common = {"LATER": later, **tree}
         near = {**common, **rows, "TOKENS": tokens, **values, **precision, **log_node, "BLOCK": step.block}
         select = {**common, **rows, "TOKENS": tokens, "DIM": step.dim, **scores, **selecting, **log_group, **precision}
-        attend = {**common, "TOKENS": padded(tokens), **values, "BIASED": step.biased, **log_group, **log_node}
-        attend |= {"LOG_CHUNK": math.log2(shape.chunk), **precision, **listing, **merging, "num_warps": WARPS}
+        attend: dict[str, Any] = {**common, "TOKENS": padded(tokens), **values, "BIASED": step.biased}
+        attend |= {**log_group, **log_node, "LOG_CHUNK": math.log2(shape.chunk), **precision, **listing}
+        attend |= merging | ATTEND
         close = constants_of(shape, step.dim, step.value_dim, step.windows, step.scores, step.parts)
         result.append(
             Launches(
-                Prepared(_near, key, {**near, "num_warps": 4, **overlap(step.device)}),
-                Prepared(_select, key, {**select, "BLOCK": groups, **merging, "num_stages": STAGES}),
+                Prepared(_near, key, {**near, "num_warps": 4}),
+                Prepared(_select, key, {**select, "BLOCK": groups, **merging}),
                 Prepared(_attend, key, attend),
-                Prepared(_close, key, {"LATER": later, "TILE": shape.tile, **close, **overlap(step.device)}),
+                Prepared(_close, key, {"LATER": later, "TILE": shape.tile, **close}),
             )
         )
     return tuple(result)
@@ -464,8 +455,7 @@ class Decode:
 
     def __init__(self, shape: Shape, rule: Rule, windows: bool):
         self.shape, self.rule, self.windows = shape, rule, windows
-        self._memory: tuple[Tensor, ...] = ()
-        self._step: Step | None = None  # the step that the memory is for
+        self._memory: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by the sizes of a step
 
     def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, options: AttendOptions) -> Tensor:
         """Store new tokens and return their attention `[batch, tokens, heads, value_dim]`.
@@ -481,8 +471,8 @@ class Decode:
         assert threshold is not None
         bias = lengths if options.bias is None else (options.bias.float() * LOG2_E).expand(q.shape[2]).contiguous()
         step = Step(
-            self.shape, self.rule, self.windows, len(q), first.shape[2], *q.shape[1:3], k.shape[2], q.shape[3],
-            v.shape[3], q.dtype, q.device, scores.dtype, scores.shape[4], options.bias is not None,
+            self.shape, self.rule, self.windows, len(q), first.shape[2], q.shape[1], q.shape[2], k.shape[2], q.shape[3],
+            v.shape[3], q.dtype, scores.dtype, scores.shape[4], options.bias is not None,
             (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), tuple(x.data_ptr() % 16 == 0 for x in (q, k, v, bias)),
         )  # fmt: skip
         outs, sums, tickets, *listed = self._allocated(step, q.device)
@@ -513,20 +503,21 @@ class Decode:
     @property
     def nbytes(self) -> int:
         """Number of bytes of its memory."""
-        return sum(x.nbytes for x in self._memory)
+        return sum(x.nbytes for tensors in self._memory.values() for x in tensors)
 
     def _allocated(self, step: Step, device: torch.device) -> tuple[Tensor, ...]:
         """Return memory for partial results, tickets and lists, which all layers share."""
-        if self._step is not step and self._step != step:
+        key = step.batch, step.capacity, step.heads, step.value_dim, step.tokens
+        if key not in self._memory:
+            # Caches of other sizes are not used again, except for steps of one and of several tokens in turn.
+            self._memory = {other: x for other, x in self._memory.items() if other[:-1] == key[:-1]}
             rows = step.batch * step.tokens * step.heads * (step.splits + 1)
-            lists, padding = step.batch * step.heads * step.capacity * step.shape.groups, step.batch * step.heads
-            entries = lists + padding * step.splits * ROWS
+            entries = step.batch * step.heads * (step.capacity * step.shape.groups + step.splits * ROWS)
             with torch.inference_mode(False):
-                self._memory = (
+                self._memory[key] = (
                     torch.empty(rows, step.value_dim, device=device),
                     torch.empty(rows, device=device),
                     torch.zeros(step.batch * step.heads, dtype=torch.int32, device=device),
                     *torch.empty(3, entries, dtype=torch.int32, device=device),
                 )
-            self._step = step
-        return self._memory
+        return self._memory[key]

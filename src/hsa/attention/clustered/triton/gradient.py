@@ -34,15 +34,13 @@ from hsa.attention.clustered.triton.operator import (
 )
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.derivatives import first_order
-from hsa.attention.kernels.available import padded
+from hsa.attention.kernels.available import padded, shared_memory
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for
 
 PART_BYTES = 2**31
 """Maximum bytes of the parts of gradients of the tiles that are processed at once."""
 LIST_BYTES = 2**30
 """Maximum bytes of their lists, and of the lists of the readers of chunks."""
-ROWS = 64
-"""Maximum number of rows that a step of `attend_gradients` reads."""
 
 REDUCE = {"KEYS": 4, "MEANS": 16, "maxnreg": 128}
 """Numbers of parts of groups and of means that a program of `reduce` reads at once, and its registers."""
@@ -99,8 +97,10 @@ class Attend(torch.autograd.Function):
         ctx.counts = None if q.is_cuda and torch.cuda.is_current_stream_capturing() else HostCounts(result.counts)
         ctx.owns_keys, ctx.keys = call.keys is None, replace(keys, k=_NOTHING, v=_NOTHING, scores=_NOTHING, order=None)
         # Tensors are saved in the context only, which checks that nobody changes them.
-        emptied = {"q": _NOTHING, "k": _NOTHING, "v": _NOTHING, "keys": None, "selection": None, "opened": None}
-        ctx.call = replace(call, **emptied, pooled_bias=None)
+        nothing = _NOTHING
+        ctx.call = replace(
+            call, q=nothing, k=nothing, v=nothing, keys=None, selection=None, opened=None, pooled_bias=None
+        )
         scores = keys.scores if result.selection is None else None
         saved = q, k, v, keys.k, keys.v, scores, keys.order, bias, result.selection, result.out, result.lse
         ctx.lists = result.counts.shape[1]
@@ -242,10 +242,16 @@ class Gradients:
 
 
 def step_of(sizes: Sizes, layout: Layout) -> tuple[int, dict[str, int]]:
-    """Return the rows per step of `attend_gradients`, and its launch options."""
-    width = sizes.dim + padded(sizes.value_dim)
-    rows, options = sizes.step(width * sizes.bytes, 2 * layout.shape.tile, ROWS)
-    return rows, {**options, "num_warps": 4 if width * sizes.bytes <= 256 else 8}
+    """Return the rows per step of `attend_gradients`, and its launch options.
+
+    A program keeps the queries of a tile and the gradients of their outputs in shared memory, and for every row of a step
+    its key and value, its weights and the gradients of its logits.
+    """
+    tile, row = layout.shape.tile, (sizes.dim + padded(sizes.value_dim)) * sizes.bytes
+    rows = 64 if sizes.bytes == 2 else 32  # wider types take too many registers
+    left = shared_memory(sizes.device) - tile * row - 2 * rows * tile * sizes.bytes - 2**13
+    stages = max(1, min(3, left // (rows * row)))
+    return rows, {"num_warps": 4 if row <= 256 and tile <= 64 else 8, "num_stages": stages}
 
 
 @dataclass(frozen=True)
@@ -301,7 +307,7 @@ def finish(
         "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": dim,
         "VALUE_DIM": value_dim, "DV": padded(value_dim), "CAUSAL": layout.causal, "WINDOWS": order is None,
         "PRECISION": "ieee" if k.dtype == torch.float32 else "tf32", "BLOCK": KEY_BLOCK, "PAGES": sums is not None,
-        "EXACT": exact is not None, "num_warps": 4 if dim + value_dim <= 128 else 8, "num_stages": 1,
+        "EXACT": exact is not None, "num_warps": 4 if (dim + value_dim) * k.element_size() <= 256 else 8, "num_stages": 1,
     }  # fmt: skip
     tensors = (q, k, v, d_out, lse, deltas, blocks, tile_table(layout, k.device), orders, k_sums, v_sums, d_k, d_v)
     numbers = (q.shape[1], kv_heads, layout.num_pages, k_sums.stride(-2), v_sums.stride(-2), *strides)

@@ -29,9 +29,9 @@ from hsa.attention.normalizers import Entmax
 from hsa.attention.rounds import rooted
 from hsa.tree.hierarchy import Hierarchy
 
-GROUPS = {16: 2, 32: 4, 64: 1, 128: 1}
+GROUPS = {16: 2, 32: 2, 64: 1, 128: 1}
 """Number of runs per program, by their size: a warp processes a small run, all warps share a large one."""
-WARPS = {16: 2, 32: 4, 64: 4, 128: 8}
+WARPS = {16: 2, 32: 2, 64: 4, 128: 8}
 ROWS = 32
 """Rows per program of the down sweep."""
 POWERS = {1.5: 2, 2.0: 1}

@@ -21,8 +21,10 @@ SIZES = (16, 32, 64, 128)
 FAMILIES_PER_RUN = 16
 COST = {16: 1.0, 32: 1.0, 64: 1.1, 128: 1.6}
 """Time per row of runs of each size, relative to full runs of 16 rows."""
-SHARED_COST = 1.3
+SHARED_COST = 2.2
 """Factor of the time of runs that several families share, which take longer to pool."""
+SHARED_COST_IN_TOP = 1.3
+"""The same for the levels near the roots, where latencies count, not the number of programs."""
 SMALLEST_JOB = 1 / 16
 """Share of a level's rows below which runs are padded to the next size instead of getting their own launch."""
 TOP_ROWS = 64
@@ -178,7 +180,8 @@ def _top(
     in_top = [families(plan, level) for level in range(top_level, plan.num_levels)]
     size = next(size for size in SIZES if size >= max(int(np.diff(bounds).max()) for bounds in in_top))
     sizes = np.diff(in_top[0])
-    most = 1 if len(_pack(in_top[0], size, FAMILIES_PER_RUN)) * SHARED_COST > len(sizes) else FAMILIES_PER_RUN
+    runs = len(_pack(in_top[0], size, FAMILIES_PER_RUN)) - 1
+    most = 1 if runs * SHARED_COST_IN_TOP > len(sizes) else FAMILIES_PER_RUN
     bundles = []
     for level, bounds in zip(range(top_level, plan.num_levels), in_top, strict=True):
         of_parent = plan.first_leaf[plan.bounds[level + 1] : plan.bounds[level + 2]]

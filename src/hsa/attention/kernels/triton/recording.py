@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 class Address(NamedTuple):
     """Address of an argument, relative to one of the tensors of a call: inputs, then outputs, then other memory."""
 
-    index: int  # of the argument
+    argument: int
     tensor: int
     offset: int  # in bytes
     dtype: torch.dtype
