@@ -1,7 +1,7 @@
 """Attention of one new token per sequence in a `ClusteredCache`: `clustered_attention` for the last query of a tile.
 
-Pooled rows are scored for the selection anyway, so their logits are masked where they are not active. Only the keys of open
-groups are gathered, into lists that are padded to the longest.
+All means of keys are scored, for the selection. The rows that are attended to, pooled ones and keys of open groups, are
+gathered into lists that are padded to the longest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hsa.attention.cache.clustered_rows import Layer, Rule, as_keys
 from hsa.attention.cache.interface import AttendOptions, Counted
-from hsa.attention.clustered.keys import levels_of
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.selection import NEVER
 
@@ -34,48 +33,57 @@ def attend_token(
     own, row = position // shape.chunk, position % shape.tile
     near = slice(None), torch.arange(len(q), device=q.device), own, slice(shape.chunk)
     hidden = torch.arange(shape.chunk, device=q.device) > (position % shape.chunk)[:, None, None, None]
-    # Logits [batch, kv_heads, share, n] and values [batch, kv_heads, n, value_dim] of all entries, kind by kind.
-    logits = [_scores(q, layer["k"][near].transpose(0, 1)).masked_fill_(hidden, -math.inf)]
-    values = [layer["v"][near].transpose(0, 1)]
+    # Logits [batch, kv_heads, lists, queries per list, n] and values [batch, kv_heads, lists or 1, n, value_dim], by kind.
+    exact = (q @ layer["k"][near].transpose(0, 1).to(dtype).transpose(-1, -2)).masked_fill_(hidden, -math.inf)
+    lists = len(layer["first"]) // kv_heads
+    logits, values = [exact.unflatten(2, (lists, -1))], [layer["v"][near].transpose(0, 1).unsqueeze(2)]
     starts = (row == 0)[:, None, None]
     layer["before"] = torch.where(starts, layer["first"], layer["before"])
     layer["first"] = layer["first"].masked_fill(starts, NEVER)
     if chunks:
         sees = torch.arange(chunks, device=q.device) < own[:, None]  # [batch, chunks]
-        pooled = [_scores(q, level) for level in _levels(layer["k"], chunks, shape)]
+        of_pages = _scores(q, layer["k"], chunks, slice(shape.chunk, None)).split(shape.rows[1:], -1)
+        pooled = [scores.flatten(3) for scores in of_pages]
         for scores, size in zip(pooled, (shape.group, shape.node, shape.chunk), strict=True):
             scores.add_(math.log(size)).masked_fill_(~_per_row(sees, scores), -math.inf)
-        wanted = _wanted(layer, q, logits[0], pooled, chunks, shape, rule)
+        wanted = _wanted(layer, q, exact, pooled, chunks, shape, rule)
         is_open = _open(layer, wanted, sees, row, rule)
-        bias = None if options.bias is None else options.bias.to(dtype).expand(heads).view(kv_heads, -1, 1)
-        for scores, active in zip(pooled, _active(is_open, shape), strict=True):
-            logits.append((scores if bias is None else scores + bias).masked_fill_(~active, -math.inf))
-        values += _levels(layer["v"], chunks, shape)
-        groups, exists = _listed(is_open)
-        by_list = q.unflatten(2, (is_open.shape[2], -1))  # [batch, kv_heads, lists, queries per list, dim]
-        exact = _scores(by_list, _gather(layer["k"], groups, shape))
+        # The largest nodes without an open group.
+        active, exists = _listed(torch.cat(_active(is_open, shape, sees), -1))
+        every = torch.cat(pooled, -1).unflatten(2, (lists, -1))
+        of_means = every.gather(-1, active[..., None, :].expand(*every.shape[:-1], -1))
+        if options.bias is not None:
+            of_means = of_means + options.bias.to(dtype).expand(heads).view(kv_heads, lists, -1, 1)
+        logits.append(of_means.masked_fill(~exists[..., None, :], -math.inf))
+        values.append(_gather(layer["v"], _row_of_mean(active, chunks, shape), shape))
+        # The keys of open groups.
+        opened, exists = _listed(is_open.flatten(3))
+        rows = opened // shape.groups * shape.page + opened % shape.groups * shape.group
+        rows = (rows[..., None] + torch.arange(shape.group, device=q.device)).flatten(-2)
+        of_keys = q.unflatten(2, (lists, -1)) @ _gather(layer["k"], rows, shape).to(dtype).transpose(-1, -2)
         hidden = ~exists.repeat_interleave(shape.group, -1)[..., None, :]
-        logits.append(exact.masked_fill_(hidden, -math.inf).flatten(2, 3))
-    every = torch.cat(logits, -1)
+        logits.append(of_keys.masked_fill_(hidden, -math.inf))
+        values.append(_gather(layer["v"], rows, shape))
+    joined = torch.cat(logits, -1)
     if options.counted is not None:
-        _count(options.counted, every, position, shape, rule)
-    parts = every.softmax(-1).split([x.shape[-1] for x in logits], -1)
-    out = sum(weights @ v.to(dtype) for weights, v in zip(parts[: len(values)], values, strict=True))
-    if chunks:
-        exact_values = _gather(layer["v"], groups, shape).to(dtype)
-        out = out + (parts[-1].unflatten(2, (is_open.shape[2], -1)) @ exact_values).flatten(2, 3)
+        _count(options.counted, joined, position, shape, rule)
+    parts = joined.softmax(-1).split([x.shape[-1] for x in logits], -1)
+    out = sum(weights @ v.to(dtype) for weights, v in zip(parts, values, strict=True))
     assert isinstance(out, Tensor)
-    return out.flatten(1, 2)
+    return out.flatten(1, 3)
 
 
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    return q @ k.to(q.dtype).transpose(-1, -2)
+def _scores(q: Tensor, pages: Tensor, chunks: int, rows: slice) -> Tensor:
+    """Return the products `[batch, kv_heads, share, chunks, rows]` of queries with some rows of every page.
 
-
-def _levels(pages: Tensor, chunks: int, shape: Shape) -> list[Tensor]:
-    """Return the groups, nodes and roots `[batch, kv_heads, rows, dim]` of the first chunks."""
-    _, *means = levels_of(pages[:, :, :chunks].flatten(0, 1), shape)
-    return [x.reshape(*pages.shape[:2], -1, pages.shape[4]).transpose(0, 1) for x in means]
+    Sequence by sequence and head by head, because a product of several would copy these rows.
+    """
+    products = []
+    for b, of_sequence in enumerate(q):
+        for h, of_head in enumerate(of_sequence):
+            y = pages[h, b, :chunks, rows].to(q.dtype).transpose(1, 2)
+            products.append(torch.bmm(of_head.expand(chunks, -1, -1), y))  # [chunks, share, rows]
+    return torch.stack(products).unflatten(0, q.shape[:2]).transpose(2, 3)
 
 
 def _per_row(sees: Tensor, scores: Tensor) -> Tensor:
@@ -89,9 +97,8 @@ def _wanted(
     """Return `[batch, kv_heads, share, groups]` the groups that the tokens want."""
     estimate = pooled[0]
     if rule.spread:
-        few = {name: x[:, :, :chunks] for name, x in layer.items()}
-        spread = as_keys(few, [], shape).spread.unflatten(1, (len(q), chunks)).flatten(2, 3).transpose(0, 1)
-        estimate = estimate + rule.spread * _scores(q, spread).abs_()
+        spread = as_keys(layer, [], shape).spread.unflatten(1, layer["k"].shape[1:3])
+        estimate = estimate + rule.spread * _scores(q, spread, chunks, slice(None)).abs_().flatten(3)
     if rule.threshold is not None:
         bound = torch.cat([near, pooled[1]], -1).logsumexp(-1, keepdim=True) + math.log(rule.threshold)
         return estimate >= bound
@@ -113,34 +120,41 @@ def _open(layer: Layer, wanted: Tensor, sees: Tensor, row: Tensor, rule: Rule) -
     return (first != NEVER).transpose(0, 1).unflatten(1, wanted.shape[1:3])
 
 
-def _active(is_open: Tensor, shape: Shape) -> list[Tensor]:
+def _active(is_open: Tensor, shape: Shape, sees: Tensor) -> list[Tensor]:
     """Return which groups, nodes and chunks are the largest without an open group, `[batch, kv_heads, lists, rows]`."""
     group = is_open.unflatten(-1, (shape.branching[2], shape.branching[1]))
     node = group.any(-1)
     chunk = node.any(-1)
-    active = node[..., None] & ~group, chunk[..., None] & ~node, ~chunk
+    active = node[..., None] & ~group, chunk[..., None] & ~node, ~chunk & sees[:, None, None]
     return [x.flatten(3) for x in active]
 
 
-def _listed(is_open: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `[batch, kv_heads, lists, longest]` the numbers of the open groups of each list, and whether they exist."""
-    is_open = is_open.flatten(3)
-    count = is_open.sum(-1)
-    *which, group = is_open.nonzero(as_tuple=True)
-    slot = (is_open.cumsum(-1) - 1)[(*which, group)]
-    groups = is_open.new_zeros(*count.shape, int(count.max()), dtype=torch.long)
-    groups[(*which, slot)] = group
-    return groups, torch.arange(groups.shape[-1], device=groups.device) < count[..., None]
+def _row_of_mean(number: Tensor, chunks: int, shape: Shape) -> Tensor:
+    """Return the rows, from the first page of a sequence on, of means: groups of all chunks, then nodes, then roots."""
+    result, before = torch.zeros_like(number), 0
+    for start, size in zip(shape.starts[1:], shape.rows[1:], strict=True):
+        own = number - before
+        result = torch.where(own >= 0, own // size * shape.page + start + own % size, result)
+        before += chunks * size
+    return result
 
 
-def _gather(pages: Tensor, groups: Tensor, shape: Shape) -> Tensor:
-    """Return the keys of groups `[batch, kv_heads, lists, longest]`, as `[batch, kv_heads, lists, keys, dim]`."""
+def _listed(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `[…, longest]` the numbers of the flags that are set, `[…, flags]`, and whether they exist."""
+    count = flags.sum(-1)
+    *which, number = flags.nonzero(as_tuple=True)
+    slot = (flags.cumsum(-1) - 1)[(*which, number)]
+    numbers = flags.new_zeros(*count.shape, int(count.max()), dtype=torch.long)
+    numbers[(*which, slot)] = number
+    return numbers, torch.arange(numbers.shape[-1], device=flags.device) < count[..., None]
+
+
+def _gather(pages: Tensor, rows: Tensor, shape: Shape) -> Tensor:
+    """Return rows `[batch, kv_heads, lists, n]`, counted from the first page of a sequence, as `[…, n, dim]`."""
     kv_heads, batch, chunks, _, dim = pages.shape
-    page = torch.arange(kv_heads * batch, device=pages.device).view(kv_heads, batch, 1, 1).transpose(0, 1) * chunks
-    page = page + groups // shape.groups
-    row = page * shape.page + groups % shape.groups * shape.group
-    row = row[..., None] + torch.arange(shape.group, device=pages.device)
-    return pages.view(-1, dim).index_select(0, row.flatten()).view(*groups.shape[:-1], -1, dim)
+    first = torch.arange(kv_heads * batch, device=pages.device).view(kv_heads, batch, 1, 1).transpose(0, 1)
+    rows = rows + first * (chunks * shape.page)
+    return pages.view(-1, dim).index_select(0, rows.flatten()).view(*rows.shape, dim)
 
 
 def _count(counted: Counted, logits: Tensor, position: Tensor, shape: Shape, rule: Rule) -> None:
@@ -148,4 +162,4 @@ def _count(counted: Counted, logits: Tensor, position: Tensor, shape: Shape, rul
     counted.entries += int((logits > -math.inf).sum())
     chunks = int((position // shape.chunk).sum())
     rows = shape.groups * (2 if rule.spread else 1) + (shape.rows[2] if rule.threshold is not None else 0)
-    counted.scored += chunks * rows * logits.shape[1] * logits.shape[2]
+    counted.scored += chunks * rows * logits[0, ..., 0].numel()
