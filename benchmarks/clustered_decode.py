@@ -26,7 +26,7 @@ from hsa.attention.clustered.selection import NEVER
 
 SIZES = ((1, 32768), (1, 131072), (32, 32768), (32, 131072))
 STEPS = 128
-"""Number of steps, two tiles, of which the last ones are timed."""
+"""Number of steps: two tiles. The last ones are timed."""
 TIMED = 64
 DIFFERENT = 2e-3
 """Share of outputs that may differ: a group whose estimate is almost equal to its bound may be open on one side alone."""

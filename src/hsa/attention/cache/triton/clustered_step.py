@@ -44,7 +44,7 @@ LISTED_GROUPS = 1024
 ESTIMATED_BYTES = 2**14
 """Maximum bytes of the means of groups that are estimated at once, if they had the type of the keys."""
 ATTEND = {"num_warps": 2, "num_stages": 2}
-"""Launch options of `attend`: small programs, several of which fit a multiprocessor."""
+"""Launch options of `attend`: small programs, so that many fit a multiprocessor."""
 LOG2_E = math.log2(math.e)
 
 
