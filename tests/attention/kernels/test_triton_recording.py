@@ -7,7 +7,8 @@ pytest.importorskip("triton")
 import torch
 from hypothesis import given, settings
 
-from hsa import Hierarchy, checking, hierarchical_attention
+from hsa import Hierarchy, checking, clustered_attention, hierarchical_attention
+from hsa.attention.clustered import operator as clustered
 from hsa.attention.hierarchical import operator
 from hsa.attention.kernels.triton.recording import Recording, empty
 from hsa.errors import HsaError, InvalidInput, NonFinite
@@ -109,6 +110,33 @@ def test_checks_and_refusals_remain():
         torch.autograd.grad(out.sum(), leaves, create_graph=True)
     with pytest.raises(HsaError, match=r"outside torch\.func transforms"):
         torch.func.grad(lambda x: hierarchical_attention(x, k, v, tree, backend="triton").sum())(q)
+
+
+def test_clustered_calls_are_repeated(monkeypatch):
+    """Other lengths, rules and tensors are other calls; the same ones are not checked again."""
+    calls = [{"causal": True}, {"causal": True, "threshold": 0.2}, {"causal": False}, {"lengths": [300, 220]}]
+    calls += [{"causal": True, "top_k": 2}, {"causal": True, "windows": True}, {"query_lengths": [520], "tile": 32}]
+    tensors = [[torch.randn(520, 2, 16, generator=torch.Generator().manual_seed(s)) for _ in "qkv"] for s in range(2)]
+    tensors = [[x.to(DEVICE) for x in three] for three in tensors]
+    wanted = [[clustered_attention(*three, backend="torch", **options) for options in calls] for three in tensors]
+    for turn in range(3):
+        if turn:  # everything was recorded
+            monkeypatch.setattr(clustered, "layout_of", None)
+        for three, results in zip(tensors, wanted, strict=True):
+            for options, expected in zip(calls, results, strict=True):
+                out, lse = clustered_attention(*three, backend="triton", return_lse=True, **options)
+                torch.testing.assert_close(out, expected, rtol=0, atol=2e-5)
+                assert lse.shape == (520, 2)
+
+
+@pytest.mark.parametrize("option", [{"causal": 1}, {"threshold": True}, {"lengths": [520.5]}])
+def test_equal_options_of_another_type_are_refused(option):
+    q = torch.randn(520, 2, 16, device=DEVICE)
+    clustered_attention(q, q, q, [520], causal=True, threshold=1, backend="triton")
+    with pytest.raises(InvalidInput, match=next(iter(option))):
+        clustered_attention(
+            q, q, q, **{"lengths": [520], "causal": True, "threshold": 1, "backend": "triton", **option}
+        )
 
 
 def test_number_of_kept_calls_is_limited():

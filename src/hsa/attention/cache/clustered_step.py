@@ -76,8 +76,10 @@ def attend_token(
 def _scores(q: Tensor, pages: Tensor, chunks: int, rows: slice) -> Tensor:
     """Return the products `[batch, kv_heads, share, chunks, rows]` of queries with some rows of every page.
 
-    Sequence by sequence and head by head, because a product of several would copy these rows.
+    On a CPU sequence by sequence and head by head, because a product of several would copy these rows.
     """
+    if pages.device.type != "cpu":
+        return torch.einsum("bhsd,hbcrd->bhscr", q, pages[:, :, :chunks, rows].to(q.dtype))
     products = []
     for b, of_sequence in enumerate(q):
         for h, of_head in enumerate(of_sequence):

@@ -14,7 +14,7 @@ from hsa.attention.call import needs_gradient
 from hsa.attention.clustered.keys import ClusteredKeys
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.selection import TileSelection
-from hsa.attention.kernels.repeat import is_plain, layout_of
+from hsa.attention.kernels.repeat import is_plain, layout_of, with_types
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run on the CPU, in Triton's interpreter."""
@@ -101,10 +101,12 @@ def repeat_key(q: Tensor, k: Tensor, v: Tensor, lengths: Any, query_lengths: Any
     """
     if not (isinstance(q, Tensor) and q.is_cuda | INTERPRETED and is_plain(q, k, v)) or needs_gradient(q, k, v):
         return None
-    sizes = [tuple(x) if isinstance(x, (list, tuple)) else x for x in (lengths, query_lengths)]
-    is_simple = all(x is None or isinstance(x, tuple) for x in sizes)
+    sizes = tuple(
+        None if x is None else tuple(x) for x in (lengths, query_lengths) if x is None or type(x) in (list, tuple)
+    )
+    is_simple = len(sizes) == 2 and all(type(n) is int for x in sizes if x is not None for n in x)
     is_simple = is_simple and all(x is None or isinstance(x, (int, float, str)) for x in options)
-    return (*layout_of(q, k, v), *sizes, *options) if is_simple else None
+    return (layout_of(q, k, v), sizes, with_types(*options)) if is_simple else None
 
 
 def repeated(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | None:

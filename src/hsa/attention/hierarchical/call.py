@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hsa.attention.call import Call, needs_gradient
 from hsa.attention.hierarchical.family import FamilyAttention
-from hsa.attention.kernels.repeat import is_plain, layout_of
+from hsa.attention.kernels.repeat import is_plain, layout_of, with_types
 from hsa.attention.mixing import HeadMixing
 from hsa.attention.normalizers import Entmax
 from hsa.attention.softmax import exact
@@ -48,8 +48,8 @@ class HierarchicalCall(Call):
         runs: dict[Any, Callable[[Tensor, Tensor, Tensor], Tensor]] = self.hierarchy.cached(REPEATED, dict)
         if len(runs) >= MOST_REPEATED:
             runs.pop(next(iter(runs)))
-        options = self.include_self, self.scale, self.backend, keeps_gradient
-        runs[(*layout_of(self.q, self.k, self.v), *options)] = run
+        options = with_types(self.include_self, self.scale, self.backend, keeps_gradient)
+        runs[layout_of(self.q, self.k, self.v), options] = run
 
 
 def repeated(
@@ -63,7 +63,8 @@ def repeated(
     if not runs or not is_plain(q, k, v):
         return None
     scale = q.shape[-1] ** -0.5 if scale is None and q.ndim else scale
-    run = runs.get((*layout_of(q, k, v), include_self, scale, backend, needs_gradient(q, k, v)))
+    options = with_types(include_self, scale, backend, needs_gradient(q, k, v))
+    run = runs.get((layout_of(q, k, v), options))
     if run is None:
         return None
     if q.is_cuda and q.device.index != torch.cuda.current_device():

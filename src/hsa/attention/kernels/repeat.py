@@ -26,6 +26,11 @@ def is_plain(*tensors: Tensor) -> bool:
     return all(type(x) in PLAIN for x in tensors)
 
 
+def with_types(*options: Any) -> tuple[Any, ...]:
+    """Return options and their types, because 1 and True are equal, but not the same option."""
+    return *options, *map(type, options)
+
+
 def layout_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     """Return everything that determines the launches of a call with these tensors, besides its options."""
     a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
