@@ -18,12 +18,12 @@ from hsa.attention.hierarchical.call import HierarchicalCall
 from hsa.attention.hierarchical.entmax.inside import inside_weights
 from hsa.attention.hierarchical.entmax.triton.family import ANY
 from hsa.attention.hierarchical.triton import sweeps
-from hsa.attention.hierarchical.triton.plan import Job, Layout, tiles
+from hsa.attention.hierarchical.triton.plan import Job, Layout, Level, tiles
 from hsa.attention.hierarchical.why_not import largest_run
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.levels import levels
 from hsa.attention.kernels.triton.launch import Launcher, Operator, compiled_for, last_stride_1
-from hsa.attention.kernels.triton.overlap import overlap
+from hsa.attention.kernels.triton.overlap import overlap, turns
 from hsa.attention.kernels.triton.recording import Recording, Replay, constant, empty
 from hsa.attention.normalizers import Entmax
 from hsa.attention.rounds import rooted
@@ -31,7 +31,12 @@ from hsa.tree.hierarchy import Hierarchy
 
 GROUPS = {16: 2, 32: 2, 64: 1, 128: 1}
 """Number of runs per program, by their size: a warp processes a small run, all warps share a large one."""
+NARROW = 128
+"""Bytes per row of q, k or v for which these numbers are meant."""
 WARPS = {16: 2, 32: 2, 64: 4, 128: 8}
+REGISTERS = {"up": (64,), "d_up": (32, 64), "top": (16, 32, 64), "d_top": (16, 32, 64)}
+"""Sizes of runs for which a kernel gets at most `MOST_REGISTERS`, so that more programs share a multiprocessor."""
+MOST_REGISTERS = 128
 ROWS = 32
 """Rows per program of the down sweep."""
 POWERS = {1.5: 2, 2.0: 1}
@@ -171,12 +176,15 @@ class _Launch:
         self.overlap = overlap(q.device)
         self.row_bytes = q.element_size() * max(padded(dim), padded(value_dim), padded(position_dim))
 
-    def runs(self, size: int) -> dict[str, int]:
-        return {"GROUPS": self.groups(size), "SIZE": size, "num_warps": WARPS[size], **self.overlap}
+    def runs(self, kernel: str, size: int) -> dict[str, int]:
+        """Return the constants and launch options of a kernel for runs of some size."""
+        is_limited = self.row_bytes <= NARROW and size in REGISTERS.get(kernel, ())
+        limit = {"maxnreg": MOST_REGISTERS} if is_limited else {}
+        return {"GROUPS": self.groups(size), "SIZE": size, "num_warps": WARPS[size], **limit, **self.overlap}
 
     def groups(self, size: int) -> int:
         """Return the runs per program; fewer for wide rows: tiles of q, k and v must fit the shared memory."""
-        return max(1, GROUPS[size] * 128 // max(128, self.row_bytes))
+        return max(1, GROUPS[size] * NARROW // max(NARROW, self.row_bytes))
 
     def grid(self, job: Job) -> int:
         return triton.cdiv(job.count, self.groups(job.size)) * self.heads
@@ -189,8 +197,13 @@ class _Launch:
         """Return 1 / (α − 1) of the levels from this one up."""
         return self.count if self.any_powers is None else self.any_powers[level:]  # not read if α is a constant
 
-    def kind(self, job: Job) -> dict[str, int]:
-        return {"SINGLE": job.single, "FULL": job.full, **self.runs(job.size)}
+    def jobs(self, kernel: str, level: Level) -> list[tuple[Job, dict[str, int]]]:
+        """Return the jobs of a level, large runs first, with their constants. They need nothing of each other."""
+        jobs = level.jobs[::-1]
+        return [
+            (job, {"SINGLE": job.single, "FULL": job.full, "TURN": turn, **self.runs(kernel, job.size)})
+            for job, turn in zip(jobs, turns(len(jobs)), strict=True)
+        ]
 
 
 def _split(pooled: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,23 +259,23 @@ def _forward(
     leaves, *above = o.layout.levels
     rows = q, k, v, o.positions, o.up_positions, up_q, up_k, up_v
     key = compiled_for(*rows, *strides, *up_strides, *o.position_strides, plane, o.heads)
-    for job in leaves.jobs:
+    for job, constants in o.jobs("up", leaves):
         _up(
             key,
             o.grid(job),
             (q, k, v, *strides, o.positions, *o.position_strides, leaf_y, outer, inner, up_q, plane, o.parent,
              o.count, o.up_count, o.inside, o.powers(0), *o.job(job), job.count, o.heads, scale),
-            {"LEAVES": True, **flags, **o.kind(job)},
+            {"LEAVES": True, **flags, **constants},
         )  # fmt: skip
     for height, level in enumerate(above, 1):
-        for job in level.jobs:
+        for job, constants in o.jobs("up", level):
             _up(
                 key,
                 o.grid(job),
                 (up_q, up_k, up_v, *up_strides, o.up_positions, *o.position_strides, up_y, outer, inner,
                  up_q, plane, o.up_parent, o.up_count, o.up_count, o.inside, o.powers(height), *o.job(job), job.count,
                  o.heads, scale),
-                {"LEAVES": False, **flags, **o.kind(job)},
+                {"LEAVES": False, **flags, **constants},
             )  # fmt: skip
     if o.layout.top_levels:
         _top(
@@ -271,7 +284,7 @@ def _forward(
             (up_q, up_k, up_v, o.up_positions, *o.position_strides, up_y, outer, inner, weight, up_out, plane,
              o.up_parent, o.up_count, o.inside, o.powers(len(o.layout.levels)), o.begin, o.end, o.bundles,
              o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads, scale),
-            {"ROWS": ROWS, "SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
+            {"ROWS": ROWS, "SINGLE": o.layout.top_single, **flags, **o.runs("top", o.layout.top_size)},
         )  # fmt: skip
     for level in reversed(above):
         _down(
@@ -362,22 +375,22 @@ def _backward(
     values = {"PRECISION": o.widths["PRECISION"], **o.values}
     rows = d_out, q, k, v, o.positions, o.up_positions, up_q, up_k, up_v, up_d_q, up_d_k, up_d_v, up_d_positions
     key = compiled_for(*rows, *strides, *up_strides, *o.position_strides, *d_strides, *up_d_strides, o.heads)
-    for job in leaves.jobs:
+    for job, constants in o.jobs("d_down", leaves):
         _d_down(
             key,
             o.grid(job),
             (d_out, *d_strides, y, outer, inner, d_weight, up_d_out, o.parent, *o.job(job), job.count,
              o.heads),
-            {"LEAVES": True, **values, **o.kind(job)},
+            {"LEAVES": True, **values, **constants},
         )  # fmt: skip
     for level in above:
-        for job in level.jobs:
+        for job, constants in o.jobs("d_down", level):
             _d_down(
                 key,
                 o.grid(job),
                 (up_d_out, *up_d_strides, up_y, outer, inner, d_weight, up_d_out, o.up_parent,
                  *o.job(job), job.count, o.heads),
-                {"LEAVES": False, **values, **o.kind(job)},
+                {"LEAVES": False, **values, **constants},
             )  # fmt: skip
     if o.layout.top_levels:
         tops = len(o.layout.levels)
@@ -389,12 +402,12 @@ def _backward(
              d_weight, d_inner, up_d_q, up_d_k, up_d_v, up_d_positions, of_top, o.up_parent, o.up_count, o.inside,
              o.powers(tops), o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads,
              scale),
-            {"SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
+            {"SINGLE": o.layout.top_single, **flags, **o.runs("d_top", o.layout.top_size)},
         )  # fmt: skip
         if powers is not None:
             parts[tops:] = [[x] for x in of_top.view(o.layout.top_levels, o.layout.bundles, o.heads)]
     for height, level in reversed([*enumerate(above, 1)]):
-        for job in level.jobs:
+        for job, constants in o.jobs("d_up", level):
             _d_up(
                 key,
                 o.grid(job),
@@ -402,16 +415,16 @@ def _backward(
                  *up_d_strides, inner, weight, d_weight, d_inner, up_d_q, up_d_k, up_d_v,
                  up_d_positions, part(height, o.grid(job)), up_d_q, up_d_k, up_d_v, o.up_parent, o.up_count, o.up_count,
                  o.inside, o.powers(height), *o.job(job), job.count, o.layout.root, o.heads, scale),
-                {"LEAVES": False, **flags, **o.kind(job)},
+                {"LEAVES": False, **flags, **constants},
             )  # fmt: skip
-    for job in leaves.jobs:
+    for job, constants in o.jobs("d_up", leaves):
         _d_up(
             key,
             o.grid(job),
             (q, k, v, *strides, o.positions, *o.position_strides, d_out, *d_strides, inner, weight, d_weight,
              d_inner, d_q, d_k, d_v, d_positions, part(0, o.grid(job)), up_d_q, up_d_k, up_d_v, o.parent, o.count,
              o.up_count, o.inside, o.powers(0), *o.job(job), job.count, o.layout.root, o.heads, scale),
-            {"LEAVES": True, **flags, **o.kind(job)},
+            {"LEAVES": True, **flags, **constants},
         )  # fmt: skip
     if powers is not None:
         d_powers = torch.stack([torch.cat(of_level).sum(0) for of_level in parts])

@@ -50,7 +50,7 @@ from hsa.attention.hierarchical.triton.family_tiles import (
     store_sums,
     transposed,
 )
-from hsa.attention.kernels.triton.overlap import wait_for_previous_launch
+from hsa.attention.kernels.triton.overlap import finish_after_previous_launch, wait_for_previous_launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Arguments whose values and alignment differ from batch to batch: kernels must not be recompiled for them.
@@ -117,12 +117,17 @@ def _mass(inner, outer):
 
 
 @triton.jit
-def _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES: tl.constexpr):
-    """Return logit and weight of the inside of every row, an entry of its entmax; zeros for leaves, which have none."""
-    inside = tl.zeros(rows.shape, tl.float32)
-    if LEAVES:
-        return inside, inside
-    return tl.load(inner_ptr + entry, mask=valid, other=0.0), tl.load(inside_ptr + rows, mask=valid, other=0.0)
+def _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES: tl.constexpr, POWER: tl.constexpr):
+    """Return the inner mass of every row, and the weight of its inside as an entry of entmax; zeros for leaves."""
+    inner = tl.zeros(rows.shape, tl.float32)
+    inside = inner
+    if not LEAVES:
+        if POWER == 0:
+            inner = tl.load(inner_ptr + entry, mask=valid, other=float("-inf"))
+        else:
+            inner = tl.load(inner_ptr + entry, mask=valid, other=0.0)
+            inside = tl.load(inside_ptr + rows, mask=valid, other=0.0)
+    return inner, inside
 
 
 @triton.jit
@@ -163,16 +168,30 @@ def _up_tile(
         position_row, position_head, parent_ptr, count_ptr, begin_ptr, end_ptr, heads, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P,
         LEAVES, SINGLE, FULL, GROUPS, SIZE
     )  # fmt: skip
+    # All loads come before the first store, so that they wait for memory together.
+    above, is_family, slot = find_families(parent, first, exists, valid, SINGLE)
+    share = 1.0 / tl.load(up_count_ptr + above, mask=is_family, other=1).to(tl.float32)
+    inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES, POWER)
+
+    if SINGLE and D == DV:
+        parts, of_family = count, 1.0 / tl.load(up_count_ptr + first, mask=exists, other=1).to(tl.float32)
+        if not LEAVES:  # counts may overflow half precision; for leaves they are 1
+            parts, of_family = count * of_family[:, None], tl.full((GROUPS,), 1.0, tl.float32)
+    else:
+        parts = count / tl.load(up_count_ptr + parent, mask=valid, other=1).to(tl.float32)
+
     if POWER == 0:
         weights, outer = _weights(
             q, k, positions, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS,
             SIZE
         )  # fmt: skip
+        mass = outer
+        if not LEAVES:
+            mass = _mass(inner, outer)
     else:
         r = POWER
         if POWER == ANY:
             r = tl.load(power_ptr + head)
-        inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES)
         weights, _, mass, _, _ = sparse_weights(
             q, k, positions, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
             SINGLE, GROUPS, SIZE, POWER, WEIGHTED
@@ -181,31 +200,20 @@ def _up_tile(
             outer, weights = split_diagonal(weights, SIZE)  # the children's share is stored as outer
     y = product(weights.to(v.dtype), v, GROUPS, PRECISION)
     store_rows(y_ptr, y, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
-    if POWER == 0:
-        mass = outer
-        if not LEAVES:
-            mass = _mass(tl.load(inner_ptr + entry, mask=valid, other=float("-inf")), outer)
     if not LEAVES:
         tl.store(outer_ptr + entry, outer, mask=valid)
+    store_sums(inner_ptr, count * mass, share, above, is_family, slot, head, heads, SINGLE)
 
     # Rows of the parents: means over the leaves below them.
-    above, is_family, slot = find_families(parent, first, exists, valid, SINGLE)
-    share = 1.0 / tl.load(up_count_ptr + above, mask=is_family, other=1).to(tl.float32)
-    store_sums(inner_ptr, count * mass, share, above, is_family, slot, head, heads, SINGLE)
     if SINGLE and D == DV:
-        share = 1.0 / tl.load(up_count_ptr + first, mask=exists, other=1).to(tl.float32)
-        weights = count
-        if not LEAVES:  # counts may overflow half precision; for leaves they are 1
-            weights, share = count * share[:, None], tl.full((GROUPS,), 1.0, tl.float32)
         pool_all(
-            up_q_ptr, plane, q, k, v, weights, share, first, exists, slot, head, heads, D, BLOCK_D, GROUPS, PRECISION
+            up_q_ptr, plane, q, k, v, parts, of_family, first, exists, slot, head, heads, D, BLOCK_D, GROUPS, PRECISION
         )
     else:
-        part = count / tl.load(up_count_ptr + parent, mask=valid, other=1).to(tl.float32)
-        parts = tl.where(membership(slot), part[:, None, :], 0.0)
-        pool(up_q_ptr, parts, q, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
-        pool(up_q_ptr + plane, parts, k, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
-        pool(up_q_ptr + plane + plane, parts, v, above, is_family, head, heads, DV, BLOCK_DV, GROUPS, PRECISION)
+        weights = tl.where(membership(slot), parts[:, None, :], 0.0)
+        pool(up_q_ptr, weights, q, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
+        pool(up_q_ptr + plane, weights, k, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
+        pool(up_q_ptr + plane + plane, weights, v, above, is_family, head, heads, DV, BLOCK_DV, GROUPS, PRECISION)
 
 
 @triton.jit
@@ -279,20 +287,6 @@ def _d_up_tile(
         LEAVES, SINGLE, FULL, GROUPS, SIZE
     )  # fmt: skip
     d_out = load_rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV).to(v.dtype)
-    if POWER == 0:
-        weights, outer = _weights(
-            q, k, positions, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS,
-            SIZE
-        )  # fmt: skip
-    else:
-        r = POWER
-        if POWER == ANY:
-            r = tl.load(power_ptr + head)
-        inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES)
-        weights, slope, _, x, uniform = sparse_weights(
-            q, k, positions, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
-            SINGLE, GROUPS, SIZE, POWER, WEIGHTED
-        )  # fmt: skip
     if SINGLE:  # one parent per run
         owner, has_owner = first[:, None], exists[:, None]
     else:
@@ -302,9 +296,25 @@ def _d_up_tile(
     weight = tl.load(weight_ptr + above, mask=from_above, other=1.0)
     d_mass = tl.load(d_inner_ptr + above, mask=from_above, other=0.0)
     share = 1.0 / tl.load(up_count_ptr + owner, mask=has_owner, other=1).to(tl.float32)
+    inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES, POWER)
+    d_down = inner
     if not LEAVES:
         share = count * share
+        d_down = tl.load(d_weight_ptr + entry, mask=valid, other=0.0)
     d_mass = d_mass * share
+    if POWER == 0:
+        weights, outer = _weights(
+            q, k, positions, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS,
+            SIZE
+        )  # fmt: skip
+    else:
+        r = POWER
+        if POWER == ANY:
+            r = tl.load(power_ptr + head)
+        weights, slope, _, x, uniform = sparse_weights(
+            q, k, positions, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
+            SINGLE, GROUPS, SIZE, POWER, WEIGHTED
+        )  # fmt: skip
 
     # y has an effect through w·side·y; the masses have one through the shares and through the parent's mass.
     d_power = 0.0
@@ -313,9 +323,8 @@ def _d_up_tile(
         of_y = tl.sum(weights * d_weights, 2)
         factor, d_outer = weight, d_mass
         if not LEAVES:
-            inner = tl.load(inner_ptr + entry, mask=valid, other=float("-inf"))
             side, down = _shares(inner, outer)
-            d_gap = side * down * weight * (of_y - tl.load(d_weight_ptr + entry, mask=valid, other=0.0))
+            d_gap = side * down * weight * (of_y - d_down)
             d_outer = d_mass * side + d_gap
             tl.store(d_inner_ptr + entry, d_mass * down - d_gap, mask=valid)
             factor = weight * side
@@ -323,7 +332,7 @@ def _d_up_tile(
         weights = weights * factor[:, :, None]
     else:
         if not LEAVES:
-            d_weights = with_diagonal(d_weights, tl.load(d_weight_ptr + entry, mask=valid, other=0.0), SIZE)
+            d_weights = with_diagonal(d_weights, d_down, SIZE)
         d_weights = d_weights * weight[:, :, None]
         d_logits = gradient_of_logits(d_weights, d_mass, weights, slope)
         if POWER == ANY:
@@ -366,9 +375,9 @@ def up(
     num_groups, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
+    SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, TURN: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    wait_for_previous_launch(OVERLAP)
+    wait_for_previous_launch(OVERLAP, TURN)
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     _up_tile(
         tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr,
@@ -376,6 +385,7 @@ def up(
         inside_ptr, power_ptr, begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
         INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE, POWER, WEIGHTED
     )  # fmt: skip
+    finish_after_previous_launch(OVERLAP, TURN)
 
 
 @kernel
@@ -435,15 +445,16 @@ def d_down(
     d_out_ptr, d_out_row, d_out_head, y_ptr, outer_ptr, inner_ptr, d_weight_ptr, up_d_out_ptr, parent_ptr, begin_ptr,
     end_ptr, num_groups, heads, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, LEAVES: tl.constexpr,
     SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr,
-    OVERLAP: tl.constexpr
+    TURN: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    wait_for_previous_launch(OVERLAP)
+    wait_for_previous_launch(OVERLAP, TURN)
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     _d_down_tile(
         tile * GROUPS, num_groups, head, d_out_ptr, d_out_row, d_out_head, y_ptr, outer_ptr, inner_ptr, d_weight_ptr,
         up_d_out_ptr, parent_ptr, begin_ptr, end_ptr, heads, DV, BLOCK_DV, PRECISION, LEAVES, SINGLE, FULL, GROUPS,
         SIZE, POWER
     )  # fmt: skip
+    finish_after_previous_launch(OVERLAP, TURN)
 
 
 @kernel
@@ -454,9 +465,10 @@ def d_up(
     begin_ptr, end_ptr, num_groups, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
     INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, TURN: tl.constexpr,
+    OVERLAP: tl.constexpr
 ):  # fmt: skip
-    wait_for_previous_launch(OVERLAP)
+    wait_for_previous_launch(OVERLAP, TURN)
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
     d_power = _d_up_tile(
@@ -468,6 +480,7 @@ def d_up(
     )  # fmt: skip
     if POWER == ANY:
         tl.store(d_power_ptr + last_first, d_power)
+    finish_after_previous_launch(OVERLAP, TURN)
 
 
 @kernel
