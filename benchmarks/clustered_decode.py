@@ -1,9 +1,10 @@
 """Time of one decoding step with a `ClusteredCache` on a GPU: `python -m benchmarks.clustered_decode QKV.pt [QKV.pt …]`.
 
 Each file holds queries, keys and values of some layers of a real model, written with the option `--save-qkv` of
-`python -m benchmarks.tiled_quality`. Their texts are repeated up to the wanted length, and every query head gets its own
-key/value head. A step stores a new key and value, and attends. Both sides are replayed CUDA graphs, called with the queries
-of a whole tile, one after another. Before that, steps are compared with a pass over the whole text.
+`python -m benchmarks.tiled_quality`. Their texts are repeated up to the wanted length. With `--heads 16`, every query head
+gets its own key/value head, heads are repeated up to that number, and random inputs are measured too. A step stores a new
+key and value, and attends. Both sides are replayed CUDA graphs, called with the queries of a whole tile, one after another.
+Before that, steps are compared with a pass over the whole text.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 import hsa
-from benchmarks.clustered_gpu import Inputs, random, real
-from benchmarks.decode import DIM, HEADS, MORE, flat_steps
+from benchmarks.clustered_gpu import REPEATED, Inputs, random, real, shape_of
+from benchmarks.decode import MORE, flat_steps
 from benchmarks.measure import write_table
 from hsa.attention.cache.clustered import ClusteredCache
 from hsa.attention.clustered.selection import NEVER
@@ -80,10 +81,10 @@ def microseconds(step: Callable[[], Any], static: Sequence[Tensor], rows: Sequen
     return 1e3 * statistics.median(begin.elapsed_time(end) for begin, end in times[-TIMED:])
 
 
-def exact(length: int, batch: int) -> float:
-    """Return the microseconds of the fastest exact step."""
-    times = []
-    for step in flat_steps(length, batch, "cuda", torch.bfloat16).values():
+def exact(inputs: Inputs, length: int, batch: int) -> float:
+    """Return the microseconds of the fastest exact step, for heads like those of the inputs."""
+    times, (_, heads, dim), kv_heads = [], inputs[0].shape, inputs[1].shape[1]
+    for step in flat_steps(length, batch, "cuda", torch.bfloat16, heads, kv_heads, dim).values():
         try:
             times.append(microseconds(step, (), ()))
         except RuntimeError:  # a kernel that does not take this shape
@@ -111,40 +112,48 @@ def measure(name: str, inputs: Inputs, length: int, batch: int, threshold: float
 
 
 @torch.inference_mode()
-def main(files: Sequence[Path], thresholds: Sequence[float]) -> None:
+def main(name: str, files: Sequence[Path], thresholds: Sequence[float], heads: int | None, lengths: set[int]) -> None:
     texts: dict[str, Callable[[int], Inputs]] = {}
+    shortest = max(lengths)
     for file in files:
         for number, layer in torch.load(file).items():
-            name = f"{file.stem.removeprefix('qkv_')}, layer {number}"
-            texts[name] = lambda tokens, layer=layer: real(layer, tokens, HEADS)  # type: ignore[misc]
-    texts["random"] = lambda tokens: random(tokens, HEADS)
-    for name, text in texts.items():
+            what = f"{file.stem.removeprefix('qkv_')}, layer {number}"
+            texts[what] = lambda tokens, layer=layer: real(layer, tokens, heads)  # type: ignore[misc]
+            shortest = min(shortest, len(layer["q"]))
+    if heads is not None:
+        texts["random"] = lambda tokens: random(tokens, heads)
+    for what, text in texts.items():
         verify(text(8192), thresholds[0])
-        print(name, "correct", flush=True)
-    rows = []
+        print(what, "correct", flush=True)
+    rows, flat = [], dict[tuple[str, int, int], float]()
     for batch, length in SIZES:
-        flat = exact(length, batch)
-        for name, text in texts.items():
+        for what, text in texts.items() if length in lengths else ():
+            inputs = text(length)
+            key = shape_of(inputs), length, batch
+            if key not in flat:
+                flat[key] = exact(inputs, length, batch)
             for threshold in thresholds:
-                rows.append(measure(name, text(length), length, batch, threshold, flat))
+                rows.append(measure(f"{what}, {key[0]}", inputs, length, batch, threshold, flat[key]))
                 torch.cuda.empty_cache()
     notes = (
-        f"{HEADS} heads × {DIM} with keys of their own, bfloat16, one layer. Each step stores a new key and value. Medians "
+        "Bfloat16, one layer. Each step stores a new key and value. Medians "
         f"of {TIMED} replays of a CUDA graph of one step, on both sides, with the queries of successive tokens; a tile "
         "opens more groups from token to token. Exact: the fastest of SDPA's flash and cuDNN kernels and plain matrix "
-        f"products. Memory: that of the cache, with room for {MORE:,} more tokens, relative to a flat cache. Texts are "
-        "repeated beyond 8,192 tokens, and the sequences of a batch are copies, which share no memory. Open groups: per "
-        "head, at the end of the last tile."
+        "products, with the query heads of a key/value head as rows of one product. Memory: that of the cache, with room "
+        f"for {MORE:,} more tokens, relative to a flat cache. The sequences of a batch are copies, which share no memory. "
+        "Open groups: per head, at the end of the last tile."
     )
-    command = "python -m benchmarks.clustered_decode QKV.pt"
-    write_table(
-        "clustered_decode", "Decoding with clustered keys on a GPU", [("", HEADER, rows)], notes, command=command
-    )
+    notes += REPEATED if shortest < max(lengths) else ""
+    command = f"python -m benchmarks.clustered_decode QKV.pt --name {name}" + (f" --heads {heads}" if heads else "")
+    write_table(name, "Decoding with clustered keys on a GPU", [("", HEADER, rows)], notes, command=command)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--name", default="clustered_decode", help="name of the table in results/")
+    parser.add_argument("--heads", type=int, help="number of heads with keys of their own")
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1 / 128])
+    parser.add_argument("--lengths", type=int, nargs="+", default=sorted({length for _, length in SIZES}))
     given = parser.parse_args()
-    main(given.files, given.thresholds)
+    main(given.name, given.files, given.thresholds, given.heads, set(given.lengths))

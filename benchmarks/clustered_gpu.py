@@ -4,7 +4,8 @@ Each file holds queries, keys and values of some layers of a real model, written
 `python -m benchmarks.tiled_quality`. Their texts are repeated up to the wanted length. With `--heads 16`, every query head
 gets its own key/value head, and heads are repeated up to that number. Everything is checked against float64 before it is
 timed. Times are medians of calls from Python, in one run, against the faster of PyTorch's flash and cuDNN kernels;
-clustering and selecting are included. With `--training`, forward and backward passes are measured, and one million tokens.
+clustering and selecting are included. With `--training`, forward and backward passes are measured, with `--heads` also of
+random inputs, up to one million tokens.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ HEADER = (
 )
 CLUSTERING = ("windows", "branching")
 """Options of `hsa.cluster`; the others are those of `hsa.select_groups`."""
+REPEATED = " Texts are repeated beyond their recorded length, which makes every key several times as frequent."
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
@@ -170,32 +172,53 @@ def training_row(name: str, inputs: Inputs, threshold: float, exact: float | Non
     return row
 
 
-def training(files: Sequence[Path], heads: int, lengths: Sequence[int], layers: int) -> None:
-    """Measure forward and backward passes, and one million tokens."""
-    texts: dict[str, Any] = {f"random, {heads}/{heads} × 64": None}
+def training(name: str, files: Sequence[Path], heads: int | None, lengths: Sequence[int], layers: int) -> None:
+    """Measure forward and backward passes; with a number of heads also of random inputs, up to one million tokens."""
+    texts: dict[str, Any] = {} if heads is None else {"random": None}
     for file in files:
         data = torch.load(file)
         for number in sorted(data)[:layers]:
-            texts[f"{file.stem.removeprefix('qkv_')}, layer {number}, {heads}/{heads} × 64"] = data[number]
-    rows = []
+            texts[f"{file.stem.removeprefix('qkv_')}, layer {number}"] = data[number]
+    rows, exact, is_repeated = [], dict[tuple[str, int], float](), False
     for tokens in lengths:
-        exact = None
-        for name, layer in texts.items():
-            inputs = random(tokens, heads) if layer is None else real(layer, tokens, heads)
+        for text, layer in texts.items():
+            inputs = random(tokens, heads or 0) if layer is None else real(layer, tokens, heads)
+            is_repeated |= layer is not None and len(layer["q"]) < tokens
             check_gradients(inputs, threshold=TRAINED[0])
-            exact = exact or fastest_sdpa(inputs, True, backward=True)
-            rows += [training_row(name, inputs, threshold, exact) for threshold in TRAINED]
-    rows.append(training_row(f"random, {heads}/{heads} × 64", random(2**20, heads), TRAINED[0], None))
+            shape = shape_of(inputs)
+            if (shape, tokens) not in exact:
+                exact[shape, tokens] = fastest_sdpa(inputs, True, backward=True)
+            what = f"{text}, {shape}"
+            rows += [training_row(what, inputs, threshold, exact[shape, tokens]) for threshold in TRAINED]
+    if heads is not None:
+        inputs = random(2**20, heads)
+        rows.append(training_row(f"random, {shape_of(inputs)}", inputs, TRAINED[0], None))
     header = ("inputs", "tokens", "setting", "SDPA ms", "ours ms", "× faster", "extra GiB", "of q + k + v + o")
     notes = (
         "Causal, forward + backward, bfloat16, one sequence, calls from Python, clustering and selecting included, against "
         "the faster of PyTorch's flash and cuDNN kernels. Gradients are compared with float64 before they are timed. Extra: "
-        "peak memory beyond q, k, v and the gradient of the output. Texts are repeated beyond 8,192 tokens, which makes "
-        "every key several times as frequent."
+        "peak memory beyond q, k, v and the gradient of the output."
     )
     title = "Training with clustered attention on a GPU"
-    command = f"python -m benchmarks.clustered_gpu QKV.pt --training --heads {heads}"
-    write_table("clustered_training_gpu", title, [("", header, rows)], notes, command=command)
+    write_table(
+        name,
+        title,
+        [("", header, rows)],
+        notes + (REPEATED if is_repeated else ""),
+        command=command_of(name, heads, lengths, " --training"),
+    )
+
+
+def shape_of(inputs: Inputs) -> str:
+    """Return the numbers of heads of queries and of keys, and their dimension."""
+    return f"{inputs[0].shape[1]}/{inputs[1].shape[1]} × {inputs[0].shape[2]}"
+
+
+def command_of(name: str, heads: int | None, lengths: Sequence[int], options: str = "") -> str:
+    """Return the command that measures a table again."""
+    options += f" --heads {heads}" if heads else ""
+    options += f" --lengths {' '.join(map(str, lengths))}" if tuple(lengths) != LENGTHS else ""
+    return f"python -m benchmarks.clustered_gpu QKV.pt --name {name}{options}"
 
 
 def keys_per_tile(selection: hsa.TileSelection) -> int:
@@ -214,8 +237,7 @@ def main(name: str, files: Sequence[Path], heads: int | None, lengths: Sequence[
             for tokens in lengths:
                 inputs = real(data[number], tokens, heads)
                 is_repeated |= len(data[number]["q"]) < tokens
-                shape = f"{inputs[0].shape[1]}/{inputs[1].shape[1]} × {inputs[0].shape[2]}"
-                what = f"{file.stem.removeprefix('qkv_')}, layer {number}, {shape}"
+                what = f"{file.stem.removeprefix('qkv_')}, layer {number}, {shape_of(inputs)}"
                 rows += measure(what, inputs, True, settings)
                 if tokens == UNMASKED:
                     rows += measure(what, inputs, False, settings[1::2])
@@ -226,11 +248,8 @@ def main(name: str, files: Sequence[Path], heads: int | None, lengths: Sequence[
         "Forward, bfloat16, one sequence. Cluster, select and attend are timed alone; ours is one call that does all three. "
         "Keys per tile: keys of open groups per tile of 64 queries and head, beside the exact chunk and the pooled rows."
     )
-    if is_repeated:
-        notes += " Texts are repeated beyond their recorded length, which makes every key several times as frequent."
-    command = f"python -m benchmarks.clustered_gpu QKV.pt --name {name}" + (f" --heads {heads}" if heads else "")
-    if tuple(lengths) != LENGTHS:
-        command += f" --lengths {' '.join(map(str, lengths))}"
+    notes += REPEATED if is_repeated else ""
+    command = command_of(name, heads, lengths)
     write_table(name, "Clustered attention on a GPU", [("", HEADER, rows)], notes, command=command)
 
 
@@ -244,6 +263,6 @@ if __name__ == "__main__":
     parser.add_argument("--training", action="store_true", help="measure forward and backward passes")
     given = parser.parse_args()
     if given.training:
-        training(given.files, given.heads or 16, given.lengths, given.layers)
+        training(given.name, given.files, given.heads, given.lengths, given.layers)
     else:
         main(given.name, given.files, given.heads, given.lengths, given.layers)

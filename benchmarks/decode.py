@@ -62,25 +62,29 @@ def check_correctness(device: str, dtype: torch.dtype) -> None:
     check("multiscale cache", torch.cat(out), wanted, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
-def flat_steps(length: int, batch: int, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+def flat_steps(
+    length: int, batch: int, device: str, dtype: torch.dtype, heads: int = HEADS, kv_heads: int = HEADS, dim: int = DIM
+) -> dict[str, Callable[[], Any]]:
     """Return a step of exact attention over a flat cache for every kernel."""
-    keys, values = (torch.randn(batch, HEADS, length, DIM, device=device, dtype=dtype) for _ in range(2))
-    q, k, v = torch.randn(3, batch, HEADS, 1, DIM, device=device, dtype=dtype).unbind(0)
+    keys, values = (torch.randn(batch, kv_heads, length, dim, device=device, dtype=dtype) for _ in range(2))
+    q = torch.randn(batch, heads, 1, dim, device=device, dtype=dtype)
+    k, v = torch.randn(2, batch, kv_heads, 1, dim, device=device, dtype=dtype).unbind(0)
     last = torch.tensor([length - 1], device=device)
+    rows = q.view(batch, kv_heads, -1, dim)  # the queries of a key/value head, which see the same keys
 
     def sdpa(backend: SDPBackend | None) -> Callable[[], Tensor]:
         def step() -> Tensor:
             keys.index_copy_(2, last, k)
             values.index_copy_(2, last, v)
             with nullcontext() if backend is None else sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, keys, values)
+                return F.scaled_dot_product_attention(rows, keys, values)
 
         return step
 
     def products() -> Tensor:
         keys.index_copy_(2, last, k)
         values.index_copy_(2, last, v)
-        return (q @ keys.transpose(-1, -2) * DIM**-0.5).softmax(-1) @ values
+        return (rows @ keys.transpose(-1, -2) * dim**-0.5).softmax(-1) @ values
 
     if device == "cpu":
         return {"SDPA": sdpa(None)}

@@ -190,7 +190,7 @@ def heads_of(layer: dict[str, Tensor], size: int) -> Iterator[Head]:
     keys = hsa.cluster(k, v, [TOKENS], branching=(size, 64 // size, 4))
     share = q.shape[1] // k.shape[1]
     for i in range(k.shape[1]):
-        tables = (x[i, :TOKENS].unflatten(0, (-1, size)) for x in (keys.k, keys.v))
+        tables = (x[i, :, :CHUNK].flatten(0, 1).unflatten(0, (-1, size)) for x in (keys.k, keys.v))
         yield Head(q[TOKENS // 2 :, i * share] / math.sqrt(q.shape[2]), k[:, i], v[:, i], *tables)
 
 
