@@ -102,8 +102,8 @@ def score(
 ):  # fmt: skip
     """Store the estimates of the groups of some chunks and the sum of the masses of their nodes.
 
-    The last program of a sequence stores the new keys and values, attends to the chunk in progress, and stores the output and
-    the sum of masses.
+    The last program of a sequence stores the new keys and values, attends to the chunk in progress, and stores the output
+    and its sum of masses.
     """
     split = tl.program_id(0) % (SPLITS + 1)
     sequence = tl.program_id(0) // (SPLITS + 1) % batch
@@ -128,7 +128,7 @@ def score(
         groups = (tl.minimum(first + each, visible) - first) * GROUPS
         k_pages += (page + first) * (PAGE * DIM)
         scores += (page + first) * (GROUPS * PARTS * DIM)
-        estimated += (((head * batch + sequence).to(tl.int64) * tokens + token) * capacity + first) * GROUPS
+        of_row = (((head * batch + sequence).to(tl.int64) * tokens + token) * capacity + first) * GROUPS
         z = x.to(scores.dtype.element_ty)
         SIZE: tl.constexpr = GROUPS // NODES
         for begin in range(0, groups, BLOCK):
@@ -141,7 +141,8 @@ def score(
             top, mass = add_mass(tl.where((node < end)[None, :], logit, float("-inf")), top, mass)
             group = begin + tl.arange(0, BLOCK)
             estimate = estimates(z, mean, spread, weight, PARTS, SPREAD, PRECISION, BLOCK)
-            tl.store(estimated[None, :] + group[:, None], estimate, mask=(group < groups)[:, None] & there[None, :])
+            to_group = estimated + of_row[None, :] + group[:, None]
+            tl.store(to_group, estimate, mask=(group < groups)[:, None] & there[None, :])
     else:
         k_pages += (page + visible) * (PAGE * DIM)
         v_pages += (page + visible) * (PAGE * VALUE_DIM)
@@ -241,8 +242,8 @@ def attend(
     k_pages += page * (PAGE * DIM)
     v_pages += page * (PAGE * VALUE_DIM)
 
-    # Lists of this program. All heads of a shared list compute what it opens, and the first of them stores it. The others may
-    # read its bytes before or after that: both give the same, as they ignore the bytes if a tile starts.
+    # Lists of this program. All heads of a shared list compute what it opens, and the first of them stores it. The others
+    # may read its bytes before or after that: both give the same, as the bytes are ignored where a tile starts.
     share = heads // lists
     of_list = (head // share * batch + sequence).to(tl.int64) * (capacity * GROUPS)
     own = ((head * batch + sequence) * SPLITS + split).to(tl.int64)
@@ -267,6 +268,8 @@ def attend(
             opened = 0 * opened + 255
         opened = tl.where(is_chunk[:, None], tl.minimum(opened, wanted), 255)
         tl.store(first + of_list + group, opened.to(tl.uint8), mask=is_stored)
+        # Lists count queries from the first token on, so that they have no rows for earlier queries alone.
+        opened = tl.where(opened < 255, tl.maximum(opened - position % TILE, 0), 255)
         num_open, num_pooled = append_chunks(
             opened, key_list, pooled_rows, pooled_kinds, first, chunk, visible, 0, num_open, num_pooled,
             TILE, CHUNK, GROUPS, NODES, LOG_GROUP, LOG_NODE, LOG_CHUNK, BLOCK, False
@@ -274,7 +277,7 @@ def attend(
     num_open, num_pooled = pad_lists(key_list, pooled_rows, pooled_kinds, num_open, num_pooled, 0, ENTRIES, ROWS)
     tl.debug_barrier()
 
-    query = position % TILE + row - from_token
+    query = row - from_token
     top = tl.full([TOKENS], float("-inf"), tl.float32)
     mass = tl.zeros([TOKENS], tl.float32)
     total = tl.zeros([TOKENS, DV], tl.float32)
