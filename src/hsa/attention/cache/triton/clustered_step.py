@@ -7,13 +7,14 @@
     close     cluster and pool the chunk that the tokens complete
 
 Each sequence knows its own length on the device, so a step can be captured as a CUDA graph. The chunks of a sequence are
-divided among `SPLITS` programs: consecutive chunks in `score`, every `SPLITS`-th chunk in `attend`, as open groups are often
-in neighbouring chunks. New tokens may belong to two tiles: each launch is for one of them, and a step of several tokens runs
-twice. Rows of a program of `score` are the heads of a key/value head times the tokens, padded.
+divided among programs: consecutive chunks among `SCORERS` in `score`, and every `SPLITS`-th chunk to one of `SPLITS` in
+`attend`, as open groups are often in neighbouring chunks. New tokens may belong to two tiles: each launch is for one of
+them, and a step of several tokens runs twice. Rows of a program of `score` are the heads of a key/value head times the
+tokens, padded.
 
-Both kernels store log-sums in `sums`, `[rows, 2 * SPLITS + 1]`: first those of the nodes of every program of `score`, then
-that of the chunk in progress, then those of every program of `attend`. The first `SPLITS` + 1 are the normaliser that bounds
-of estimates need, the last `SPLITS` + 1 the weights of the partial outputs.
+Both kernels store log-sums in `sums`, `[rows, SCORERS + 1 + SPLITS]`: those of the nodes of the `SCORERS` programs, that of
+the chunk in progress, and those of the `SPLITS` programs. All but the last `SPLITS` make the normaliser of the bounds of
+estimates. Partial outputs are in `outs`, `[rows, 1 + SPLITS]`: of the chunk in progress, and of the `SPLITS` programs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for
 PROGRAMS = 4096
 """Number of programs of a launch that a GPU needs to be busy."""
 MOST_SPLITS = 64
-"""Maximum number of programs that share the chunks of a sequence and head."""
+"""Maximum number of programs of `attend` that share the chunks of a sequence and head."""
+MOST_SCORERS = 64
+"""Maximum number of programs of `score` that share the chunks of a sequence and key/value head."""
 ROWS = 64
 """Maximum number of rows of keys and values that are read at once."""
 LISTED_GROUPS = 1024
@@ -81,10 +84,10 @@ def _log_sum(top, mass):
 
 
 @triton.jit
-def _log_sum_of_parts(sums, entry, there, SPLITS: tl.constexpr, PADDED: tl.constexpr):
-    """Return the log-sum-exp of the first `SPLITS` + 1 partial sums of every row."""
+def _log_sum_of_parts(sums, entry, there, SCORERS: tl.constexpr, PADDED: tl.constexpr):
+    """Return the log-sum-exp of the first `SCORERS` + 1 partial sums of every row."""
     part = tl.arange(0, PADDED)
-    is_part = there[:, None] & (part <= SPLITS)[None, :]
+    is_part = there[:, None] & (part <= SCORERS)[None, :]
     parts = tl.load(sums + entry[:, None] + part[None, :], mask=is_part, other=float("-inf"), cache_modifier=".cg")
     top = tl.max(parts, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
@@ -98,16 +101,16 @@ def score(
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     PARTS: tl.constexpr, SPREAD: tl.constexpr, LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_NODES: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_NODES: tl.constexpr, SCORERS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Store the estimates of the groups of some chunks and the sum of the masses of their nodes.
 
     The last program of a sequence stores the new keys and values, attends to the chunk in progress, and stores the output
     and its sum of masses.
     """
-    split = tl.program_id(0) % (SPLITS + 1)
-    sequence = tl.program_id(0) // (SPLITS + 1) % batch
-    kv_head = tl.program_id(0) // ((SPLITS + 1) * batch)
+    split = tl.program_id(0) % (SCORERS + 1)
+    sequence = tl.program_id(0) // (SCORERS + 1) % batch
+    kv_head = tl.program_id(0) // ((SCORERS + 1) * batch)
     from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
     visible = position // CHUNK
     if (from_token == to_token) | (visible >= capacity):
@@ -122,8 +125,8 @@ def score(
     entry = (sequence * tokens + token) * heads + head
     top = tl.full([HEADS * TOKENS], float("-inf"), tl.float32)
     mass = tl.zeros([HEADS * TOKENS], tl.float32)
-    if split < SPLITS:
-        each = (visible + SPLITS - 1) // SPLITS
+    if split < SCORERS:
+        each = (visible + SCORERS - 1) // SCORERS
         first = tl.minimum(split * each, visible)
         groups = (tl.minimum(first + each, visible) - first) * GROUPS
         k_pages += (page + first) * (PAGE * DIM)
@@ -167,15 +170,15 @@ def score(
         to = outs + entry[:, None].to(tl.int64) * ((SPLITS + 1) * VALUE_DIM) + value_column[None, :]
         total = total / tl.where(mass > 0, mass, 1.0)[:, None]
         tl.store(to, total, mask=there[:, None] & (value_column[None, :] < VALUE_DIM))
-    tl.store(sums + entry * (2 * SPLITS + 1) + split, _log_sum(top, mass), mask=there)
+    tl.store(sums + entry * (SCORERS + 1 + SPLITS) + split, _log_sum(top, mass), mask=there)
 
 
 @triton.jit
 def _wanted(
     estimated, sums, group, is_chunk, sequence, head, share, from_token, to_token, since, batch, capacity, heads, tokens,
     scale, log_threshold,
-    MEMBERS: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, LOG_GROUP: tl.constexpr, SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
+    MEMBERS: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, LOG_GROUP: tl.constexpr, SCORERS: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Return the first of the tokens that wants each group, for any of `share` heads; 255 if there is none.
 
@@ -192,8 +195,8 @@ def _wanted(
         at = estimated + (row * tokens + token) * (capacity * GROUPS)
         is_there = there[:, None, None] & is_chunk[None, :, None]
         estimate = tl.load(at[:, None, None] + group[None, :, :], mask=is_there, other=float("-inf"))
-        entry = ((sequence * tokens + token) * heads + head + member) * (2 * SPLITS + 1)
-        total = _log_sum_of_parts(sums, entry, there, SPLITS, PADDED)
+        entry = ((sequence * tokens + token) * heads + head + member) * (SCORERS + 1 + SPLITS)
+        total = _log_sum_of_parts(sums, entry, there, SCORERS, PADDED)
         bound = tl.where(there, (total + log_threshold - LOG_GROUP) / scale * UNIT, float("inf"))
         wants = tl.max((estimate >= bound[:, None, None]).to(tl.int32), 0)
         wanted = tl.minimum(wanted, tl.where(wants > 0, since + token - from_token, 255))
@@ -207,8 +210,8 @@ def attend(
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     MEMBERS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     UNIT: tl.constexpr, BIASED: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SCORERS: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Open the groups of some chunks that the tokens want, and attend to the rows of these chunks.
 
@@ -260,7 +263,8 @@ def attend(
         opened = tl.load(first + of_list + group, mask=is_chunk[:, None], other=255).to(tl.int32)
         wanted = _wanted(
             estimated, sums, group, is_chunk, sequence, head // share * share, share, from_token, to_token, position % TILE,
-            batch, capacity, heads, tokens, scale, log_threshold, MEMBERS, GROUPS, UNIT, LOG_GROUP, SPLITS, PADDED
+            batch, capacity, heads, tokens, scale, log_threshold, MEMBERS, GROUPS, UNIT, LOG_GROUP, SCORERS,
+            SPLITS, PADDED
         )  # fmt: skip
         is_stored = is_chunk[:, None] & (head % share == 0)
         if position % TILE == 0:
@@ -293,8 +297,9 @@ def attend(
         ahead = tl.minimum(begin + ROWS, num_pooled - ROWS) + listed
         following, kind = tl.load(pooled_rows + ahead), tl.load(pooled_kinds + ahead)
         logit = tl.dot(x, tl.trans(load_rows(k_pages, rows, DIM, DIM, DIM)), input_precision=PRECISION)
-        is_seen = is_active(query[:, None], since[None, :], active[None, :])
-        logit = tl.where(is_seen, logit * scale + log_count[None, :], float("-inf"))
+        logit = logit * scale + tl.where(active > 0, log_count, float("-inf"))[None, :]  # −∞ for padding
+        if tokens > 1:
+            logit = tl.where(is_active(query[:, None], since[None, :], active[None, :]), logit, float("-inf"))
         values = load_rows(v_pages, rows, VALUE_DIM, VALUE_DIM, DV)
         top, mass, total = add_values(logit, values, top, mass, total, 1.0, PRECISION)
     which = tl.arange(0, ENTRIES)
@@ -310,27 +315,28 @@ def attend(
     total = total / tl.where(mass > 0, mass, 1.0)[:, None]
     to = outs + (entry * (SPLITS + 1) + split + 1)[:, None].to(tl.int64) * VALUE_DIM + value_column[None, :]
     tl.store(to, total, mask=is_value)
-    tl.store(sums + entry * (2 * SPLITS + 1) + SPLITS + 1 + split, _log_sum(top, mass), mask=there)
+    tl.store(sums + entry * (SCORERS + 1 + SPLITS) + SCORERS + 1 + split, _log_sum(top, mass), mask=there)
 
     # The last program of a sequence and head merges all results, in a fixed order.
     tl.debug_barrier()
     ticket = tl.atomic_add(tickets + head * batch + sequence, 1)
     if ticket == SPLITS - 1:
         tl.store(tickets + head * batch + sequence, 0)
-        part = tl.arange(0, PADDED)
-        is_part = part <= SPLITS
+        part, is_column = tl.arange(0, SPLITS), value_column < VALUE_DIM
         for token in range(from_token, to_token):
             query_row = (sequence * tokens + token) * heads + head
-            from_sums = sums + query_row * (2 * SPLITS + 1) + SPLITS + part
-            shares = tl.load(from_sums, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-            shares = tl.exp2(shares - tl.max(shares, 0))
-            from_parts = query_row.to(tl.int64) * (SPLITS + 1) + part
-            from_parts = outs + from_parts[:, None] * VALUE_DIM + value_column[None, :]
-            is_there = is_part[:, None] & (value_column < VALUE_DIM)[None, :]
-            values = tl.load(from_parts, mask=is_there, other=0.0, cache_modifier=".cg")
-            mean = tl.sum(shares[:, None] * values, 0) / tl.sum(shares, 0)
+            from_sums = sums + query_row * (SCORERS + 1 + SPLITS) + SCORERS
+            from_outs = outs + query_row.to(tl.int64) * ((SPLITS + 1) * VALUE_DIM) + value_column
+            # The result of `score`, and those of `attend`.
+            near, shares = tl.load(from_sums), tl.load(from_sums + 1 + part, cache_modifier=".cg")
+            near_value = tl.load(from_outs, mask=is_column, other=0.0)
+            from_parts = from_outs[None, :] + (1 + part)[:, None] * VALUE_DIM
+            values = tl.load(from_parts, mask=is_column[None, :], other=0.0, cache_modifier=".cg")
+            largest = tl.maximum(tl.max(shares, 0), near)
+            near, shares = tl.exp2(near - largest), tl.exp2(shares - largest)
+            mean = (near * near_value + tl.sum(shares[:, None] * values, 0)) / (near + tl.sum(shares, 0))
             to_row = out + query_row.to(tl.int64) * VALUE_DIM + value_column
-            tl.store(to_row, mean.to(out.dtype.element_ty), mask=value_column < VALUE_DIM)
+            tl.store(to_row, mean.to(out.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
@@ -388,10 +394,22 @@ class Step:
         return self.kv_heads if self.rule.share_lists else self.heads
 
     @property
+    def scorers(self) -> int:
+        """Number of programs of `score` that share the chunks of a sequence and key/value head."""
+        return self._programs(MOST_SCORERS)
+
+    @property
     def splits(self) -> int:
-        """Number of programs that share the chunks of a sequence and head."""
-        wanted = min(MOST_SPLITS, self.capacity, PROGRAMS // (self.batch * self.kv_heads))
+        """Number of programs of `attend` that share the chunks of a sequence and head."""
+        return self._programs(MOST_SPLITS)
+
+    def _programs(self, most: int) -> int:
+        wanted = min(most, self.capacity, PROGRAMS // (self.batch * self.kv_heads))
         return 1 << max(0, wanted.bit_length() - 1)
+
+    def chunks_of(self, programs: int) -> int:
+        """Return the maximum number of chunks of each of these programs."""
+        return -(-self.capacity // programs)
 
     @property
     def block(self) -> int:
@@ -411,16 +429,17 @@ class Launches(NamedTuple):
 @lru_cache(maxsize=256)
 def launches(step: Step) -> tuple[Launches, ...]:
     """Return the launches for the first tile of a step and, if there are several tokens, for the next."""
-    shape, splits, tokens = step.shape, step.splits, 1 << (step.tokens - 1).bit_length()
+    shape, tokens = step.shape, _power_of_2(step.tokens)
     tree = {"TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2]}
     rows = {"HEADS": max(padded(step.heads // step.kv_heads) // tokens, _power_of_2(step.heads // step.kv_heads))}
     values = {"DIM": step.dim, "VALUE_DIM": step.value_dim, "DV": padded(step.value_dim)}
-    precision = {"PRECISION": "ieee" if step.dtype == torch.float32 else "tf32", "SPLITS": splits}
+    precision = {"PRECISION": "ieee" if step.dtype == torch.float32 else "tf32"}
+    programs = {"SCORERS": step.scorers, "SPLITS": step.splits}
     log_node = {"LOG_NODE": math.log2(shape.node)}
     spread = step.rule.spread
     scores = {"PARTS": step.parts, "SPREAD": int(spread) if spread in (0.0, 1.0) else 2, **log_node}
-    each = _power_of_2(-(-step.capacity // splits))  # chunks of a program
-    groups = min(each * shape.groups, ESTIMATED_BYTES // (step.dim * step.dtype.itemsize))
+    groups = _power_of_2(step.chunks_of(step.scorers)) * shape.groups
+    groups = min(groups, ESTIMATED_BYTES // (step.dim * step.dtype.itemsize))
     scores |= {"ROWS": step.block, "BLOCK": groups, "BLOCK_NODES": max(8, groups * shape.group // shape.node)}
     members = _power_of_2(step.heads // step.lists)
     listing = {
@@ -429,8 +448,8 @@ def launches(step: Step) -> tuple[Launches, ...]:
         "LOG_CHUNK": math.log2(shape.chunk),
         "ROWS": step.block,
         "ENTRIES": step.block // shape.group,
-        "BLOCK": max(1, min(each, LISTED_GROUPS // (shape.groups * members))),
-        "PADDED": padded(splits + 1),
+        "BLOCK": max(1, min(_power_of_2(step.chunks_of(step.splits)), LISTED_GROUPS // (shape.groups * members))),
+        "PADDED": _power_of_2(step.scorers + 1),
     }
     selecting = {"MEMBERS": members, "UNIT": unit_of(step.scores)}
     sizes = (step.batch, step.capacity, step.heads, step.kv_heads, step.lists, step.tokens, *step.strides)
@@ -438,13 +457,13 @@ def launches(step: Step) -> tuple[Launches, ...]:
     result = []
     for later in (False, True) if step.tokens > 1 else (False,):
         common = {"LATER": later, **tree}
-        score = {**common, **rows, "TOKENS": tokens, **values, **scores, **precision, **SCORE}
+        score = {**common, **rows, "TOKENS": tokens, **values, **scores, **precision, **programs, **SCORE}
         attend = {**common, **selecting, "TOKENS": padded(tokens), **values, "BIASED": step.biased, **listing}
         close = constants_of(shape, step.dim, step.value_dim, step.windows, step.scores, step.parts)
         result.append(
             Launches(
                 Prepared(_score, key, score),
-                Prepared(_attend, key, {**attend, **precision, **ATTEND}),
+                Prepared(_attend, key, {**attend, **precision, **programs, **ATTEND}),
                 Prepared(_close, key, {"LATER": later, "TILE": shape.tile, **close}),
             )
         )
@@ -488,19 +507,19 @@ class Decode:
         )  # fmt: skip
         estimated, outs, sums, tickets, *listed = self._allocated(step, q.device)
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        batch, kv_heads, splits = step.batch, step.kv_heads, step.splits
+        batch, kv_heads = step.batch, step.kv_heads
         sizes, of_q = (batch, step.capacity, step.heads, kv_heads), step.strides[:3]
         scale = options.scale * LOG2_E
         pages = layer["k"], layer["v"]
         order, start = layer.get("time", scores), start_of(step.dim, q.device)
         for run in launches(step):
             run.score(
-                batch * kv_heads * (splits + 1),
+                batch * kv_heads * (step.scorers + 1),
                 (q, k, v, *pages, scores, lengths, estimated, outs, sums, *sizes, step.tokens, *step.strides, scale,
                  self.rule.spread),
             )  # fmt: skip
             run.attend(
-                batch * step.heads * splits,
+                batch * step.heads * step.splits,
                 (q, *pages, lengths, estimated, first, layer["before"], *listed, bias, outs, sums, tickets, out, *sizes,
                  step.lists, step.tokens, *of_q, scale, math.log2(threshold)),
             )  # fmt: skip
@@ -520,12 +539,12 @@ class Decode:
             # Caches of other sizes are not used again, except for steps of one and of several tokens in turn.
             self._memory = {other: x for other, x in self._memory.items() if other[:-1] == key[:-1]}
             rows, splits = step.batch * step.heads * tokens, step.splits
-            entries = -(-step.capacity // splits) * step.shape.groups + ROWS  # of a program
+            entries = step.chunks_of(splits) * step.shape.groups + ROWS  # of a program
             with torch.inference_mode(False):
                 self._memory[key] = (
                     torch.empty(rows, step.capacity * step.shape.groups, device=device),
                     torch.empty(rows, splits + 1, step.value_dim, device=device),
-                    torch.empty(rows, 2 * splits + 1, device=device),
+                    torch.empty(rows, step.scorers + 1 + splits, device=device),
                     torch.zeros(step.batch * step.heads, dtype=torch.int32, device=device),
                     *torch.empty(3, step.batch * step.heads * splits * entries, dtype=torch.int32, device=device),
                 )
