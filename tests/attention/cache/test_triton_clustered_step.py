@@ -131,7 +131,7 @@ def test_open_groups_of_two_tiles(few_programs, name):
         kernel, torch_ = (text.cache._stored[0] for text in texts)
         for group in ("first", "before"):
             assert torch.equal(kernel[group], torch_[group])
-    assert (kernel["first"] < 255).any() and (kernel["before"] < 255).any()
+        assert (kernel["before"] < 255).any()
 
 
 def test_more_programs_than_chunks():

@@ -134,6 +134,9 @@ def score(
         of_row = (((head * batch + sequence).to(tl.int64) * tokens + token) * capacity + first) * GROUPS
         z = x.to(scores.dtype.element_ty)
         SIZE: tl.constexpr = GROUPS // NODES
+        LOGITS: tl.constexpr = HEADS * TOKENS * BLOCK_NODES
+        tops = tl.full([LOGITS], float("-inf"), tl.float32)  # of each column: nothing is exchanged in the loop
+        masses = tl.zeros([LOGITS], tl.float32)
         for begin in range(0, groups, BLOCK):
             mean, spread = load_groups(k_pages, scores, begin, groups, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, BLOCK)
             node = begin // SIZE + tl.arange(0, BLOCK_NODES)
@@ -141,11 +144,13 @@ def score(
             row = tl.minimum(node, end - 1)
             y = load_rows(k_pages, row // NODES * PAGE + (CHUNK + GROUPS) + row % NODES, DIM, DIM, DIM)
             logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + LOG_NODE
-            top, mass = add_mass(tl.where((node < end)[None, :], logit, float("-inf")), top, mass)
+            logit = tl.where((node < end)[None, :], logit, float("-inf"))
+            tops, masses = add_mass(tl.reshape(logit, [LOGITS, 1]), tops, masses)
             group = begin + tl.arange(0, BLOCK)
             estimate = estimates(z, mean, spread, weight, PARTS, SPREAD, PRECISION, BLOCK)
             to_group = estimated + of_row[None, :] + group[:, None]
             tl.store(to_group, estimate, mask=(group < groups)[:, None] & there[None, :])
+        top, mass = add_mass(tl.reshape(_log_sum(tops, masses), [HEADS * TOKENS, BLOCK_NODES]), top, mass)
     else:
         k_pages += (page + visible) * (PAGE * DIM)
         v_pages += (page + visible) * (PAGE * VALUE_DIM)
