@@ -43,8 +43,8 @@ class Text:
         shared = {"causal": True, "pooled_bias": self.bias, "backend": "torch" if dtype == torch.float32 else "triton"}
         self.out = clustered_attention(self.q, self.k, self.v, lengths, **shared, **options)
         _, kv_heads, dim, value_dim = sizes
-        storage = {"value_dim": value_dim, "dtype": dtype, "device": DEVICE, "backend": "triton"}
-        self.cache = ClusteredCache(1, len(lengths), kv_heads, dim, **storage, **options, **others)
+        storage = {"value_dim": value_dim, "dtype": dtype, "device": DEVICE, "backend": "triton", **others}
+        self.cache = ClusteredCache(1, len(lengths), kv_heads, dim, **storage, **options)
         self.first = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
 
     def rows(self, begins, ends):
@@ -102,6 +102,60 @@ def test_several_tokens_at_once(name):
     for number in (3, 1, 16, 5, 16, 2, 7):
         text.read([number, number])
     text.step()
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Divide chunks among few programs, which read and list few of them at a time."""
+    from hsa.attention.cache.triton import clustered_step
+
+    for name, value in {"MOST_SCORERS": 4, "MOST_SPLITS": 2, "LISTED_GROUPS": 16, "ESTIMATED_BYTES": 2**9}.items():
+        monkeypatch.setattr(clustered_step, name, value)
+    clustered_step.launches.cache_clear()
+    yield
+    clustered_step.launches.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["grouped heads", "shared lists"])
+def test_open_groups_of_two_tiles(few_programs, name):
+    """More chunks than programs, the last programs with fewer; tokens that start a tile, or cross its border.
+
+    The open groups of this tile and of the one before equal those of PyTorch.
+    """
+    options, sizes = CASES[name]
+    sizes = 6, *sizes[1:]  # three heads per list, if lists are shared
+    texts = [Text([395, 330], options, sizes, backend=backend) for backend in ("triton", "torch")]
+    for number in ([380, 315], [2, 2], [1, 1], [1, 1], [5, 5]):
+        for text in texts:
+            text.step() if number == [1, 1] else text.read(number)
+        kernel, torch_ = (text.cache._stored[0] for text in texts)
+        for group in ("first", "before"):
+            assert torch.equal(kernel[group], torch_[group])
+        assert (kernel["before"] < 255).any()
+
+
+def test_more_programs_than_chunks():
+    """Of 16 programs, 14 or 15 have no chunk."""
+    text = Text([131], *CASES["threshold"], max_length=1024)
+    text.read([126])
+    for _ in range(5):
+        text.step()
+
+
+def test_memory_of_several_tokens():
+    """Steps of up to 2ⁿ tokens share their memory, which is counted but not saved."""
+    text = Text([165], *CASES["threshold"], max_length=256)
+    text.read([100])
+    text.step()
+    one, state = text.cache.memory().bytes, len(text.cache.state_dict()["layers"][0])
+    text.read([7])
+    several = text.cache.memory().bytes
+    assert several - one > 8 * 2 * 4 * 8 * 4  # estimates: tokens, heads, chunks, groups, bytes
+    for number in (8, 5, 6):
+        text.read([number])
+    text.step()
+    assert text.cache.memory().bytes == several
+    assert len(text.cache.state_dict()["layers"][0]) == state
 
 
 def test_pieces_steps_crops_and_reordering_alternate():

@@ -1,13 +1,20 @@
 """Kernels for a step of `ClusteredCache`: the attention of a few new tokens per sequence, without the host.
 
-    near      store the new keys and values, attend to the chunk in progress, and add up the masses of all pooled nodes
-    select    estimate all groups, and add those that the tokens want to the open groups of the tile
-    attend    list the open groups and the pooled rows of the other keys, attend to them, and merge all partial results
+    score     store the new keys and values, attend to the chunk in progress, estimate all groups, and add up the masses of
+              all nodes
+    attend    add the groups that the tokens want to the open groups of the tile, attend to the open groups and to the pooled
+              rows of the other keys, and merge all partial results
     close     cluster and pool the chunk that the tokens complete
 
 Each sequence knows its own length on the device, so a step can be captured as a CUDA graph. The chunks of a sequence are
-divided among `SPLITS` programs. New tokens may belong to two tiles: each launch is for one of them, and a step of several
-tokens runs twice. Rows of a program are the heads of a key/value head times the tokens, padded.
+divided among programs: consecutive chunks among `SCORERS` in `score`, and every `SPLITS`-th chunk to one of `SPLITS` in
+`attend`, as open groups are often in neighbouring chunks. New tokens may belong to two tiles: each launch is for one of
+them, and a step of several tokens runs twice. Rows of a program of `score` are the heads of a key/value head times the
+tokens, padded.
+
+Both kernels store log-sums in `sums`, `[rows, SCORERS + 1 + SPLITS]`: those of the nodes of the `SCORERS` programs, that of
+the chunk in progress, and those of the `SPLITS` programs. All but the last `SPLITS` make the normaliser of the bounds of
+estimates. Partial outputs are in `outs`, `[rows, 1 + SPLITS]`: of the chunk in progress, and of the `SPLITS` programs.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,13 +43,17 @@ from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for
 PROGRAMS = 4096
 """Number of programs of a launch that a GPU needs to be busy."""
 MOST_SPLITS = 64
-"""Maximum number of programs that share the chunks of a sequence and head."""
+"""Maximum number of programs of `attend` that share the chunks of a sequence and head."""
+MOST_SCORERS = 64
+"""Maximum number of programs of `score` that share the chunks of a sequence and key/value head."""
 ROWS = 64
 """Maximum number of rows of keys and values that are read at once."""
 LISTED_GROUPS = 1024
 """Maximum number of groups whose rows are listed at once."""
 ESTIMATED_BYTES = 2**14
 """Maximum bytes of the means of groups that are estimated at once, if they had the type of the keys."""
+SCORE = {"num_warps": 4, "num_stages": 3}
+"""Launch options of `score`."""
 ATTEND = {"num_warps": 2, "num_stages": 2}
 """Launch options of `attend`: small programs, so that many fit a multiprocessor."""
 LOG2_E = math.log2(math.e)
@@ -67,24 +78,16 @@ def _rows(kv_head, share, tokens, HEADS: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _split_of(split, visible, SPLITS: tl.constexpr):
-    """Return the chunks [first, end) of a program."""
-    each = (visible + SPLITS - 1) // SPLITS
-    first = tl.minimum(split * each, visible)
-    return first, tl.minimum(first + each, visible)
-
-
-@triton.jit
 def _log_sum(top, mass):
     """Return the log-sum-exp of logits whose weights relative to `top` add up to `mass`; −∞ if there are none."""
     return tl.where(mass > 0, top + tl.log2(tl.where(mass > 0, mass, 1.0)), float("-inf"))
 
 
 @triton.jit
-def _log_sum_of_parts(sums, entry, there, SPLITS: tl.constexpr, PADDED: tl.constexpr):
-    """Return the log-sum-exp of the `SPLITS` + 1 partial sums of every row."""
+def _log_sum_of_parts(sums, entry, there, SCORERS: tl.constexpr, PADDED: tl.constexpr):
+    """Return the log-sum-exp of the first `SCORERS` + 1 partial sums of every row."""
     part = tl.arange(0, PADDED)
-    is_part = there[:, None] & (part <= SPLITS)[None, :]
+    is_part = there[:, None] & (part <= SCORERS)[None, :]
     parts = tl.load(sums + entry[:, None] + part[None, :], mask=is_part, other=float("-inf"), cache_modifier=".cg")
     top = tl.max(parts, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
@@ -92,17 +95,22 @@ def _log_sum_of_parts(sums, entry, there, SPLITS: tl.constexpr, PADDED: tl.const
 
 
 @triton.jit
-def near(
-    q, k, v, k_pages, v_pages, lengths, outs, sums, batch, capacity, heads, kv_heads, tokens,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, scale,
+def score(
+    q, k, v, k_pages, v_pages, scores, lengths, estimated, outs, sums, batch, capacity, heads, kv_heads, tokens,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, scale, weight,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
-    LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    PARTS: tl.constexpr, SPREAD: tl.constexpr, LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_NODES: tl.constexpr, SCORERS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Store partial sums of masses: those of nodes, and last that of the chunk in progress, with its output."""
-    split = tl.program_id(0) % (SPLITS + 1)
-    sequence = tl.program_id(0) // (SPLITS + 1) % batch
-    kv_head = tl.program_id(0) // ((SPLITS + 1) * batch)
+    """Store the estimates of the groups of some chunks and the sum of the masses of their nodes.
+
+    The last program of a sequence stores the new keys and values, attends to the chunk in progress, and stores the output
+    and its sum of masses.
+    """
+    split = tl.program_id(0) % (SCORERS + 1)
+    sequence = tl.program_id(0) // (SCORERS + 1) % batch
+    kv_head = tl.program_id(0) // ((SCORERS + 1) * batch)
     from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
     visible = position // CHUNK
     if (from_token == to_token) | (visible >= capacity):
@@ -114,19 +122,35 @@ def near(
     column, value_column = tl.arange(0, DIM), tl.arange(0, DV)
     at = q + sequence * q_batch + token * q_token + head * q_head
     x = tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0)
-    entry = ((sequence * tokens + token) * heads + head) * (SPLITS + 1) + split
+    entry = (sequence * tokens + token) * heads + head
     top = tl.full([HEADS * TOKENS], float("-inf"), tl.float32)
     mass = tl.zeros([HEADS * TOKENS], tl.float32)
-    if split < SPLITS:
-        first, end = _split_of(split, visible, SPLITS)
+    if split < SCORERS:
+        each = (visible + SCORERS - 1) // SCORERS
+        first = tl.minimum(split * each, visible)
+        groups = (tl.minimum(first + each, visible) - first) * GROUPS
         k_pages += (page + first) * (PAGE * DIM)
-        nodes = (end - first) * NODES
-        for begin in range(0, nodes, BLOCK):
-            node = begin + tl.arange(0, BLOCK)
-            row = tl.minimum(node, nodes - 1)
+        scores += (page + first) * (GROUPS * PARTS * DIM)
+        of_row = (((head * batch + sequence).to(tl.int64) * tokens + token) * capacity + first) * GROUPS
+        z = x.to(scores.dtype.element_ty)
+        SIZE: tl.constexpr = GROUPS // NODES
+        LOGITS: tl.constexpr = HEADS * TOKENS * BLOCK_NODES
+        tops = tl.full([LOGITS], float("-inf"), tl.float32)  # of each column: nothing is exchanged in the loop
+        masses = tl.zeros([LOGITS], tl.float32)
+        for begin in range(0, groups, BLOCK):
+            mean, spread = load_groups(k_pages, scores, begin, groups, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, BLOCK)
+            node = begin // SIZE + tl.arange(0, BLOCK_NODES)
+            end = tl.minimum(begin + BLOCK, groups) // SIZE
+            row = tl.minimum(node, end - 1)
             y = load_rows(k_pages, row // NODES * PAGE + (CHUNK + GROUPS) + row % NODES, DIM, DIM, DIM)
             logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + LOG_NODE
-            top, mass = add_mass(tl.where((node < nodes)[None, :], logit, float("-inf")), top, mass)
+            logit = tl.where((node < end)[None, :], logit, float("-inf"))
+            tops, masses = add_mass(tl.reshape(logit, [LOGITS, 1]), tops, masses)
+            group = begin + tl.arange(0, BLOCK)
+            estimate = estimates(z, mean, spread, weight, PARTS, SPREAD, PRECISION, BLOCK)
+            to_group = estimated + of_row[None, :] + group[:, None]
+            tl.store(to_group, estimate, mask=(group < groups)[:, None] & there[None, :])
+        top, mass = add_mass(tl.reshape(_log_sum(tops, masses), [HEADS * TOKENS, BLOCK_NODES]), top, mass)
     else:
         k_pages += (page + visible) * (PAGE * DIM)
         v_pages += (page + visible) * (PAGE * VALUE_DIM)
@@ -141,86 +165,66 @@ def near(
         tl.store(v_pages + to * VALUE_DIM + value_column[None, :], tl.load(from_v, mask=is_value), mask=is_value)
         tl.debug_barrier()
         total = tl.zeros([HEADS * TOKENS, DV], tl.float32)
-        for begin in range(0, last + to_token, BLOCK):
-            key = begin + tl.arange(0, BLOCK)
+        for begin in range(0, last + to_token, ROWS):
+            key = begin + tl.arange(0, ROWS)
             row = tl.minimum(key, last + to_token - 1)
             logit = tl.dot(x, tl.trans(load_rows(k_pages, row, DIM, DIM, DIM)), input_precision=PRECISION)
             logit = tl.where(key[None, :] <= (last + token)[:, None], logit, float("-inf"))
             values = load_rows(v_pages, row, VALUE_DIM, VALUE_DIM, DV)
             top, mass, total = add_values(logit, values, top, mass, total, scale, PRECISION)
-        to = outs + entry[:, None].to(tl.int64) * VALUE_DIM + value_column[None, :]
+        to = outs + entry[:, None].to(tl.int64) * ((SPLITS + 1) * VALUE_DIM) + value_column[None, :]
         total = total / tl.where(mass > 0, mass, 1.0)[:, None]
         tl.store(to, total, mask=there[:, None] & (value_column[None, :] < VALUE_DIM))
-    tl.store(sums + entry, _log_sum(top, mass), mask=there)
+    tl.store(sums + entry * (SCORERS + 1 + SPLITS) + split, _log_sum(top, mass), mask=there)
 
 
 @triton.jit
-def select(
-    q, k_pages, scores, lengths, sums, first, before, batch, capacity, heads, kv_heads, tokens,
-    q_batch, q_token, q_head, scale, log_threshold, weight,
-    LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
-    SPREAD: tl.constexpr, SHARED: tl.constexpr, LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+def _wanted(
+    estimated, sums, group, is_chunk, sequence, head, share, from_token, to_token, since, batch, capacity, heads, tokens,
+    scale, log_threshold,
+    MEMBERS: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, LOG_GROUP: tl.constexpr, SCORERS: tl.constexpr,
     SPLITS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Add the groups that the tokens want to the open groups of their tile, in some chunks."""
-    split = tl.program_id(0) % SPLITS
-    sequence = tl.program_id(0) // SPLITS % batch
-    kv_head = tl.program_id(0) // (SPLITS * batch)
-    from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
-    visible = tl.minimum(position // CHUNK, capacity - 1)
-    first_chunk, end = _split_of(split, visible, SPLITS)
-    share = heads // kv_heads
-    page = (kv_head * batch + sequence).to(tl.int64) * capacity + first_chunk
-    k_pages += page * ((CHUNK + GROUPS + NODES + 1) * DIM)
-    scores += page * (GROUPS * PARTS * DIM)
-    token, head, there = _rows(kv_head, share, to_token, HEADS, TOKENS)
-    there = there & (token >= from_token)
-    column = tl.arange(0, DIM)
-    at = q + sequence * q_batch + token * q_token + head * q_head
-    x = tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0).to(scores.dtype.element_ty)
-    groups = (end - first_chunk) * GROUPS
-    if (from_token == to_token) | (groups == 0):
-        return
-    entry = ((sequence * tokens + token) * heads + head) * (SPLITS + 1)
-    total = _log_sum_of_parts(sums, entry, there, SPLITS, PADDED)
-    bound = tl.where(there, (total + log_threshold - LOG_GROUP) / scale * UNIT, float("inf"))
-    since = position % TILE + token - from_token
-    starts = position % TILE == 0
-    lists = 1 if SHARED else share
-    member = tl.arange(0, HEADS)
-    row = ((kv_head * lists + member).to(tl.int64) * batch + sequence) * capacity + first_chunk
-    for begin in range(0, groups, BLOCK):
-        group = begin + tl.arange(0, BLOCK)
-        to = row[None, :] * GROUPS + group[:, None]
-        is_group = (group < groups)[:, None] & (member < lists)[None, :]
-        opened = tl.load(first + to, mask=is_group, other=255).to(tl.int32)
-        mean, spread = load_groups(k_pages, scores, begin, groups, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, BLOCK)
-        estimate = estimates(x, mean, spread, weight, PARTS, SPREAD, PRECISION, BLOCK)
-        wanted = tl.where(estimate >= bound[None, :], since[None, :], 255)
-        wanted = tl.min(tl.reshape(wanted, [BLOCK, HEADS, TOKENS]), 2)
-        if SHARED:
-            wanted = tl.broadcast_to(tl.min(wanted, 1)[:, None], [BLOCK, HEADS])
-        wanted = tl.where((first_chunk == 0) & (group == 0)[:, None], 0, wanted)  # the group of the first key
-        if starts:
-            tl.store(before + to, opened.to(tl.uint8), mask=is_group)
-            opened = 0 * opened + 255
-        tl.store(first + to, tl.minimum(opened, wanted).to(tl.uint8), mask=is_group)
+    """Return the first of the tokens that wants each group, for any of `share` heads; 255 if there is none.
+
+    Args:
+        group, is_chunk: Numbers `[chunks, groups]` of the groups, and whether the chunks exist.
+        head: First of the heads.
+        since: Row of `from_token` in its tile.
+    """
+    member = tl.arange(0, MEMBERS)
+    there = member < share
+    row = (head + member).to(tl.int64) * batch + sequence
+    wanted = tl.full(group.shape, 255, tl.int32)
+    for token in range(from_token, to_token):
+        at = estimated + (row * tokens + token) * (capacity * GROUPS)
+        is_there = there[:, None, None] & is_chunk[None, :, None]
+        estimate = tl.load(at[:, None, None] + group[None, :, :], mask=is_there, other=float("-inf"))
+        entry = ((sequence * tokens + token) * heads + head + member) * (SCORERS + 1 + SPLITS)
+        total = _log_sum_of_parts(sums, entry, there, SCORERS, PADDED)
+        bound = tl.where(there, (total + log_threshold - LOG_GROUP) / scale * UNIT, float("inf"))
+        wants = tl.max((estimate >= bound[:, None, None]).to(tl.int32), 0)
+        wanted = tl.minimum(wanted, tl.where(wants > 0, since + token - from_token, 255))
+    return tl.where(group == 0, 0, wanted)  # the group of the first key
 
 
 @triton.jit
 def attend(
-    q, k_pages, v_pages, lengths, first, key_list, pooled_rows, pooled_kinds, bias, outs, sums, tickets, out,
-    batch, capacity, heads, kv_heads, lists, tokens, q_batch, q_token, q_head, scale,
+    q, k_pages, v_pages, lengths, estimated, first, before, key_list, pooled_rows, pooled_kinds, bias, outs, sums, tickets,
+    out, batch, capacity, heads, kv_heads, lists, tokens, q_batch, q_token, q_head, scale, log_threshold,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
-    TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, BIASED: tl.constexpr,
-    LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    MEMBERS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
+    UNIT: tl.constexpr, BIASED: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SCORERS: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the rows of some chunks. The last program of a sequence and head merges the results of all."""
-    split = tl.program_id(0) % SPLITS
-    sequence = tl.program_id(0) // SPLITS % batch
-    head = tl.program_id(0) // (SPLITS * batch)
+    """Open the groups of some chunks that the tokens want, and attend to the rows of these chunks.
+
+    The last program of a sequence and head merges the results of all.
+    """
+    head = tl.program_id(0) % heads  # heads with long lists are spread over the GPU
+    sequence = tl.program_id(0) // heads % batch
+    split = tl.program_id(0) // (heads * batch)
     from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
     visible = position // CHUNK
     row = tl.arange(0, TOKENS)
@@ -234,8 +238,8 @@ def attend(
     if from_token == to_token:
         return
     is_value = there[:, None] & (value_column[None, :] < VALUE_DIM)
-    entry = ((sequence * tokens + row) * heads + head) * (SPLITS + 1)
-    to_out = out + ((sequence * tokens + row) * heads + head).to(tl.int64)[:, None] * VALUE_DIM + value_column[None, :]
+    entry = (sequence * tokens + row) * heads + head
+    to_out = out + entry.to(tl.int64)[:, None] * VALUE_DIM + value_column[None, :]
     if visible >= capacity:  # a replayed graph has gone beyond the memory of the cache
         tl.store(to_out, tl.full([TOKENS, DV], float("nan"), tl.float32).to(out.dtype.element_ty), mask=is_value)
         return
@@ -245,29 +249,44 @@ def attend(
     page = (kv_head * batch + sequence).to(tl.int64) * capacity
     k_pages += page * (PAGE * DIM)
     v_pages += page * (PAGE * VALUE_DIM)
-    first_chunk, end = _split_of(split, visible, SPLITS)
 
-    # Lists of this program.
-    at = (head // (heads // lists) * batch + sequence).to(tl.int64) * capacity
-    first += at * GROUPS
-    own = ((head * batch + sequence).to(tl.int64) * capacity + first_chunk) * GROUPS
-    padding = ((head * batch + sequence) * SPLITS + split).to(tl.int64)
-    key_list += own + padding * ENTRIES
-    pooled_rows += own + padding * ROWS
-    pooled_kinds += own + padding * ROWS
+    # Lists of this program. All heads of a shared list compute what it opens, and the first of them stores it. The others
+    # may read its bytes before or after that: both give the same, as the bytes are ignored where a tile starts.
+    share = heads // lists
+    of_list = (head // share * batch + sequence).to(tl.int64) * (capacity * GROUPS)
+    own = ((head * batch + sequence) * SPLITS + split).to(tl.int64)
+    own *= (capacity + SPLITS - 1) // SPLITS * GROUPS + ROWS
+    key_list += own
+    pooled_rows += own
+    pooled_kinds += own
     num_open = 0
     num_pooled = 0
-    for begin in range(first_chunk, end, BLOCK):
+    for begin in range(split, visible, SPLITS * BLOCK):
+        chunk = begin + SPLITS * tl.arange(0, BLOCK)
+        group = chunk[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+        is_chunk = chunk < visible
+        opened = tl.load(first + of_list + group, mask=is_chunk[:, None], other=255).to(tl.int32)
+        wanted = _wanted(
+            estimated, sums, group, is_chunk, sequence, head // share * share, share, from_token, to_token, position % TILE,
+            batch, capacity, heads, tokens, scale, log_threshold, MEMBERS, GROUPS, UNIT, LOG_GROUP, SCORERS,
+            SPLITS, PADDED
+        )  # fmt: skip
+        is_stored = is_chunk[:, None] & (head % share == 0)
+        if position % TILE == 0:
+            tl.store(before + of_list + group, opened.to(tl.uint8), mask=is_stored)
+            opened = 0 * opened + 255
+        opened = tl.where(is_chunk[:, None], tl.minimum(opened, wanted), 255)
+        tl.store(first + of_list + group, opened.to(tl.uint8), mask=is_stored)
+        # Lists count queries from the first token on, so that they have no rows for earlier queries alone.
+        opened = tl.where(opened < 255, tl.maximum(opened - position % TILE, 0), 255)
         num_open, num_pooled = append_chunks(
-            first, key_list, pooled_rows, pooled_kinds, first, begin, end, 0, num_open, num_pooled,
+            opened, key_list, pooled_rows, pooled_kinds, first, chunk, visible, 0, num_open, num_pooled,
             TILE, CHUNK, GROUPS, NODES, LOG_GROUP, LOG_NODE, LOG_CHUNK, BLOCK, False
         )  # fmt: skip
-    num_open, num_pooled = pad_lists(
-        key_list, pooled_rows, pooled_kinds, num_open, num_pooled, first_chunk * PAGE, ENTRIES, ROWS
-    )
+    num_open, num_pooled = pad_lists(key_list, pooled_rows, pooled_kinds, num_open, num_pooled, 0, ENTRIES, ROWS)
     tl.debug_barrier()
 
-    query = position % TILE + row - from_token
+    query = row - from_token
     top = tl.full([TOKENS], float("-inf"), tl.float32)
     mass = tl.zeros([TOKENS], tl.float32)
     total = tl.zeros([TOKENS, DV], tl.float32)
@@ -283,8 +302,9 @@ def attend(
         ahead = tl.minimum(begin + ROWS, num_pooled - ROWS) + listed
         following, kind = tl.load(pooled_rows + ahead), tl.load(pooled_kinds + ahead)
         logit = tl.dot(x, tl.trans(load_rows(k_pages, rows, DIM, DIM, DIM)), input_precision=PRECISION)
-        is_seen = is_active(query[:, None], since[None, :], active[None, :])
-        logit = tl.where(is_seen, logit * scale + log_count[None, :], float("-inf"))
+        logit = logit * scale + tl.where(active > 0, log_count, float("-inf"))[None, :]  # −∞ for padding
+        if tokens > 1:
+            logit = tl.where(is_active(query[:, None], since[None, :], active[None, :]), logit, float("-inf"))
         values = load_rows(v_pages, rows, VALUE_DIM, VALUE_DIM, DV)
         top, mass, total = add_values(logit, values, top, mass, total, 1.0, PRECISION)
     which = tl.arange(0, ENTRIES)
@@ -298,28 +318,30 @@ def attend(
         values = load_rows(v_pages, keys, VALUE_DIM, VALUE_DIM, DV)
         top, mass, total = add_values(logit, values, top, mass, total, scale, PRECISION)
     total = total / tl.where(mass > 0, mass, 1.0)[:, None]
-    to = outs + (entry + split)[:, None].to(tl.int64) * VALUE_DIM + value_column[None, :]
+    to = outs + (entry * (SPLITS + 1) + split + 1)[:, None].to(tl.int64) * VALUE_DIM + value_column[None, :]
     tl.store(to, total, mask=is_value)
-    tl.store(sums + entry + split, _log_sum(top, mass), mask=there)
+    tl.store(sums + entry * (SCORERS + 1 + SPLITS) + SCORERS + 1 + split, _log_sum(top, mass), mask=there)
 
     # The last program of a sequence and head merges all results, in a fixed order.
     tl.debug_barrier()
     ticket = tl.atomic_add(tickets + head * batch + sequence, 1)
     if ticket == SPLITS - 1:
         tl.store(tickets + head * batch + sequence, 0)
-        part = tl.arange(0, PADDED)
-        is_part = part <= SPLITS
+        part, is_column = tl.arange(0, SPLITS), value_column < VALUE_DIM
         for token in range(from_token, to_token):
             query_row = (sequence * tokens + token) * heads + head
-            of_parts = query_row * (SPLITS + 1) + part
-            shares = tl.load(sums + of_parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-            shares = tl.exp2(shares - tl.max(shares, 0))
-            from_parts = outs + of_parts.to(tl.int64)[:, None] * VALUE_DIM + value_column[None, :]
-            is_there = is_part[:, None] & (value_column < VALUE_DIM)[None, :]
-            values = tl.load(from_parts, mask=is_there, other=0.0, cache_modifier=".cg")
-            mean = tl.sum(shares[:, None] * values, 0) / tl.sum(shares, 0)
+            from_sums = sums + query_row * (SCORERS + 1 + SPLITS) + SCORERS
+            from_outs = outs + query_row.to(tl.int64) * ((SPLITS + 1) * VALUE_DIM) + value_column
+            # The result of `score`, and those of `attend`.
+            near, shares = tl.load(from_sums), tl.load(from_sums + 1 + part, cache_modifier=".cg")
+            near_value = tl.load(from_outs, mask=is_column, other=0.0)
+            from_parts = from_outs[None, :] + (1 + part)[:, None] * VALUE_DIM
+            values = tl.load(from_parts, mask=is_column[None, :], other=0.0, cache_modifier=".cg")
+            largest = tl.maximum(tl.max(shares, 0), near)
+            near, shares = tl.exp2(near - largest), tl.exp2(shares - largest)
+            mean = (near * near_value + tl.sum(shares[:, None] * values, 0)) / (near + tl.sum(shares, 0))
             to_row = out + query_row.to(tl.int64) * VALUE_DIM + value_column
-            tl.store(to_row, mean.to(out.dtype.element_ty), mask=value_column < VALUE_DIM)
+            tl.store(to_row, mean.to(out.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
@@ -347,7 +369,7 @@ def close(
     )  # fmt: skip
 
 
-_near, _select, _attend, _close = Launcher(near), Launcher(select), Launcher(attend), Launcher(close)
+_score, _attend, _close = Launcher(score), Launcher(attend), Launcher(close)
 
 
 @dataclass(frozen=True)
@@ -377,10 +399,22 @@ class Step:
         return self.kv_heads if self.rule.share_lists else self.heads
 
     @property
+    def scorers(self) -> int:
+        """Number of programs of `score` that share the chunks of a sequence and key/value head."""
+        return self._programs(MOST_SCORERS)
+
+    @property
     def splits(self) -> int:
-        """Number of programs that share the chunks of a sequence and head."""
-        wanted = min(MOST_SPLITS, self.capacity, PROGRAMS // (self.batch * self.kv_heads))
+        """Number of programs of `attend` that share the chunks of a sequence and head."""
+        return self._programs(MOST_SPLITS)
+
+    def _programs(self, most: int) -> int:
+        wanted = min(most, self.capacity, PROGRAMS // (self.batch * self.kv_heads))
         return 1 << max(0, wanted.bit_length() - 1)
+
+    def chunks_of(self, programs: int) -> int:
+        """Return the maximum number of chunks of each of these programs."""
+        return -(-self.capacity // programs)
 
     @property
     def block(self) -> int:
@@ -392,8 +426,7 @@ class Step:
 class Launches(NamedTuple):
     """Prepared launches of a step, for the tokens of one tile."""
 
-    near: Prepared
-    select: Prepared
+    score: Prepared
     attend: Prepared
     close: Prepared
 
@@ -401,39 +434,41 @@ class Launches(NamedTuple):
 @lru_cache(maxsize=256)
 def launches(step: Step) -> tuple[Launches, ...]:
     """Return the launches for the first tile of a step and, if there are several tokens, for the next."""
-    shape, splits, tokens = step.shape, step.splits, 1 << (step.tokens - 1).bit_length()
+    shape, tokens = step.shape, _power_of_2(step.tokens)
     tree = {"TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2]}
     rows = {"HEADS": max(padded(step.heads // step.kv_heads) // tokens, _power_of_2(step.heads // step.kv_heads))}
     values = {"DIM": step.dim, "VALUE_DIM": step.value_dim, "DV": padded(step.value_dim)}
-    precision = {"PRECISION": "ieee" if step.dtype == torch.float32 else "tf32", "SPLITS": splits}
-    log_group, log_node = {"LOG_GROUP": math.log2(shape.group)}, {"LOG_NODE": math.log2(shape.node)}
-    scores = {"PARTS": step.parts, "UNIT": unit_of(step.scores)}
+    precision = {"PRECISION": "ieee" if step.dtype == torch.float32 else "tf32"}
+    programs = {"SCORERS": step.scorers, "SPLITS": step.splits}
+    log_node = {"LOG_NODE": math.log2(shape.node)}
     spread = step.rule.spread
-    selecting = {"SPREAD": int(spread) if spread in (0.0, 1.0) else 2, "SHARED": step.rule.share_lists}
-    merging = {"PADDED": padded(splits + 1), "num_warps": 4}
-    each = _power_of_2(-(-step.capacity // splits))  # chunks of a program
+    scores = {"PARTS": step.parts, "SPREAD": int(spread) if spread in (0.0, 1.0) else 2, **log_node}
+    groups = _power_of_2(step.chunks_of(step.scorers)) * shape.groups
+    groups = min(groups, ESTIMATED_BYTES // (step.dim * step.dtype.itemsize))
+    scores |= {"ROWS": step.block, "BLOCK": groups, "BLOCK_NODES": max(8, groups * shape.group // shape.node)}
+    members = _power_of_2(step.heads // step.lists)
     listing = {
+        "LOG_GROUP": math.log2(shape.group),
+        **log_node,
+        "LOG_CHUNK": math.log2(shape.chunk),
         "ROWS": step.block,
         "ENTRIES": step.block // shape.group,
-        "BLOCK": min(each, LISTED_GROUPS // shape.groups),
+        "BLOCK": max(1, min(_power_of_2(step.chunks_of(step.splits)), LISTED_GROUPS // (shape.groups * members))),
+        "PADDED": _power_of_2(step.scorers + 1),
     }
-    groups = min(each * shape.groups, ESTIMATED_BYTES // (step.dim * step.dtype.itemsize))
+    selecting = {"MEMBERS": members, "UNIT": unit_of(step.scores)}
     sizes = (step.batch, step.capacity, step.heads, step.kv_heads, step.lists, step.tokens, *step.strides)
     key = step.dtype, step.scores, compiled_for(*sizes), step.is_aligned
     result = []
     for later in (False, True) if step.tokens > 1 else (False,):
         common = {"LATER": later, **tree}
-        near = {**common, **rows, "TOKENS": tokens, **values, **precision, **log_node, "BLOCK": step.block}
-        select = {**common, **rows, "TOKENS": tokens, "DIM": step.dim, **scores, **selecting, **log_group, **precision}
-        attend: dict[str, Any] = {**common, "TOKENS": padded(tokens), **values, "BIASED": step.biased}
-        attend |= {**log_group, **log_node, "LOG_CHUNK": math.log2(shape.chunk), **precision, **listing}
-        attend |= merging | ATTEND
+        score = {**common, **rows, "TOKENS": tokens, **values, **scores, **precision, **programs, **SCORE}
+        attend = {**common, **selecting, "TOKENS": padded(tokens), **values, "BIASED": step.biased, **listing}
         close = constants_of(shape, step.dim, step.value_dim, step.windows, step.scores, step.parts)
         result.append(
             Launches(
-                Prepared(_near, key, {**near, "num_warps": 4}),
-                Prepared(_select, key, {**select, "BLOCK": groups, **merging}),
-                Prepared(_attend, key, attend),
+                Prepared(_score, key, score),
+                Prepared(_attend, key, {**attend, **precision, **programs, **ATTEND}),
                 Prepared(_close, key, {"LATER": later, "TILE": shape.tile, **close}),
             )
         )
@@ -475,27 +510,23 @@ class Decode:
             v.shape[3], q.dtype, scores.dtype, scores.shape[4], options.bias is not None,
             (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), tuple(x.data_ptr() % 16 == 0 for x in (q, k, v, bias)),
         )  # fmt: skip
-        outs, sums, tickets, *listed = self._allocated(step, q.device)
+        estimated, outs, sums, tickets, *listed = self._allocated(step, q.device)
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        batch, kv_heads, splits = step.batch, step.kv_heads, step.splits
+        batch, kv_heads = step.batch, step.kv_heads
         sizes, of_q = (batch, step.capacity, step.heads, kv_heads), step.strides[:3]
         scale = options.scale * LOG2_E
         pages = layer["k"], layer["v"]
         order, start = layer.get("time", scores), start_of(step.dim, q.device)
         for run in launches(step):
-            run.near(
-                batch * kv_heads * (splits + 1),
-                (q, k, v, *pages, lengths, outs, sums, *sizes, step.tokens, *step.strides, scale),
-            )
-            run.select(
-                batch * kv_heads * splits,
-                (q, pages[0], scores, lengths, sums, first, layer["before"], *sizes, step.tokens, *of_q, scale,
-                 math.log2(threshold), self.rule.spread),
+            run.score(
+                batch * kv_heads * (step.scorers + 1),
+                (q, k, v, *pages, scores, lengths, estimated, outs, sums, *sizes, step.tokens, *step.strides, scale,
+                 self.rule.spread),
             )  # fmt: skip
             run.attend(
-                batch * step.heads * splits,
-                (q, *pages, lengths, first, *listed, bias, outs, sums, tickets, out, *sizes, step.lists, step.tokens,
-                 *of_q, scale),
+                batch * step.heads * step.splits,
+                (q, *pages, lengths, estimated, first, layer["before"], *listed, bias, outs, sums, tickets, out, *sizes,
+                 step.lists, step.tokens, *of_q, scale, math.log2(threshold)),
             )  # fmt: skip
             run.close(batch * kv_heads, (*pages, scores, order, start, lengths, batch, step.capacity, step.tokens))
         return out
@@ -506,18 +537,20 @@ class Decode:
         return sum(x.nbytes for tensors in self._memory.values() for x in tensors)
 
     def _allocated(self, step: Step, device: torch.device) -> tuple[Tensor, ...]:
-        """Return memory for partial results, tickets and lists, which all layers share."""
-        key = step.batch, step.capacity, step.heads, step.value_dim, step.tokens
+        """Return memory for estimates, partial results, tickets and lists, which all layers share."""
+        tokens = _power_of_2(step.tokens)
+        key = step.batch, step.capacity, step.heads, step.value_dim, tokens
         if key not in self._memory:
             # Caches of other sizes are not used again, except for steps of one and of several tokens in turn.
             self._memory = {other: x for other, x in self._memory.items() if other[:-1] == key[:-1]}
-            rows = step.batch * step.tokens * step.heads * (step.splits + 1)
-            entries = step.batch * step.heads * (step.capacity * step.shape.groups + step.splits * ROWS)
+            rows, splits = step.batch * step.heads * tokens, step.splits
+            entries = step.chunks_of(splits) * step.shape.groups + ROWS  # of a program
             with torch.inference_mode(False):
                 self._memory[key] = (
-                    torch.empty(rows, step.value_dim, device=device),
-                    torch.empty(rows, device=device),
+                    torch.empty(rows, step.capacity * step.shape.groups, device=device),
+                    torch.empty(rows, splits + 1, step.value_dim, device=device),
+                    torch.empty(rows, step.scorers + 1 + splits, device=device),
                     torch.zeros(step.batch * step.heads, dtype=torch.int32, device=device),
-                    *torch.empty(3, entries, dtype=torch.int32, device=device),
+                    *torch.empty(3, step.batch * step.heads * splits * entries, dtype=torch.int32, device=device),
                 )
         return self._memory[key]

@@ -39,23 +39,22 @@ def chunk_rows(opened, is_chunk, CHUNKS: tl.constexpr, NODES: tl.constexpr, GROU
 
 @triton.jit
 def append_chunks(
-    first, key_list, pooled_rows, pooled_kinds, prefixes, begin, end, page, num_open, num_pooled,
+    opened, key_list, pooled_rows, pooled_kinds, prefixes, chunk, end, page, num_open, num_pooled,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, LOG_GROUP: tl.constexpr,
     LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr, BLOCK: tl.constexpr, PREFIXES: tl.constexpr,
 ):  # fmt: skip
     """Append the rows of `BLOCK` chunks to both lists, and return the lengths of the lists.
 
     Args:
-        first: First query for which each group is open, from chunk 0 on.
+        opened: First query `[BLOCK, groups]` for which each group is open; 255 if there is none, or no such chunk.
         prefixes: Memory for the lengths of both lists before each chunk, if `PREFIXES`.
-        begin, end: First chunk, and end of all chunks.
+        chunk, end: Numbers `[BLOCK]` of the chunks, and end of all chunks.
         page: Page of chunk 0.
     """
     PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
-    chunk, node, inside = begin + tl.arange(0, BLOCK), tl.arange(0, NODES), tl.arange(0, GROUPS)
+    node, inside = tl.arange(0, NODES), tl.arange(0, GROUPS)
     is_chunk = chunk < end
     group = chunk[:, None] * GROUPS + inside[None, :]
-    opened = tl.load(first + group, mask=is_chunk[:, None], other=255).to(tl.int32)
     is_open, is_mean, is_node, is_root, since, of_node, of_chunk = chunk_rows(opened, is_chunk, BLOCK, NODES, GROUPS)
     # Both kinds of entries are counted together, in the halves of one integer.
     flags = is_open.to(tl.int32) | (is_mean.to(tl.int32) << 16)
@@ -128,8 +127,11 @@ def lower(
     num_open = 0
     num_pooled = 0
     for begin in range(0, visible, BLOCK):
+        chunk = begin + tl.arange(0, BLOCK)
+        group = chunk[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+        opened = tl.load(first + group, mask=(chunk < visible)[:, None], other=255).to(tl.int32)
         num_open, num_pooled = append_chunks(
-            first, key_list, pooled_rows, pooled_kinds, prefixes, begin, visible, page, num_open, num_pooled,
+            opened, key_list, pooled_rows, pooled_kinds, prefixes, chunk, visible, page, num_open, num_pooled,
             TILE, CHUNK, GROUPS, NODES, LOG_GROUP, LOG_NODE, LOG_CHUNK, BLOCK, GRADIENT
         )  # fmt: skip
     all_open, all_pooled = pad_lists(
