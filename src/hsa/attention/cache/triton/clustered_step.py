@@ -34,7 +34,7 @@ from hsa.attention.cache.interface import AttendOptions
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.triton.attend import add_values
 from hsa.attention.clustered.triton.cluster import cluster_chunk, constants_of, start_of, unit_of
-from hsa.attention.clustered.triton.lists import append_chunks, pad_lists
+from hsa.attention.clustered.triton.lists import append_chunks, append_roots, pad_lists
 from hsa.attention.clustered.triton.select import add_mass, estimates, load_groups
 from hsa.attention.clustered.triton.tiles import interval_of, is_active, load_rows, of_members, rows_of_groups
 from hsa.attention.kernels.available import padded
@@ -48,13 +48,15 @@ MOST_SCORERS = 64
 """Maximum number of programs of `score` that share the chunks of a sequence and key/value head."""
 ROWS = 64
 """Maximum number of rows of keys and values that are read at once."""
-LISTED_GROUPS = 1024
-"""Maximum number of groups whose rows are listed at once."""
+OPENED_GROUPS, LISTED_GROUPS = 1024, 256
+"""Maximum number of groups that are compared with their bounds at once, and whose rows are listed at once."""
+ROTATION: tl.constexpr = tl.constexpr(37)
+"""Number of splits by which each round of chunks is shifted against the one before."""
 ESTIMATED_BYTES = 2**14
 """Maximum bytes of the means of groups that are estimated at once, if they had the type of the keys."""
 SCORE = {"num_warps": 4, "num_stages": 3}
 """Launch options of `score`."""
-ATTEND = {"num_warps": 2, "num_stages": 2}
+ATTEND = {"num_warps": 2, "num_stages": 2, "maxnreg": 128}
 """Launch options of `attend`: small programs, so that many fit a multiprocessor."""
 LOG2_E = math.log2(math.e)
 
@@ -209,14 +211,35 @@ def _wanted(
 
 
 @triton.jit
+def _opened(
+    estimated, sums, first, chunk, is_chunk, sequence, head, share, from_token, to_token, position, batch, capacity, heads,
+    tokens, scale, log_threshold,
+    MEMBERS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, LOG_GROUP: tl.constexpr,
+    SCORERS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers `[chunks, groups]` of the groups of chunks, their bytes, and these with what the tokens want.
+
+    The bytes of a list may be stored before or after this: both give the same, as they are ignored where a tile starts.
+    """
+    group = chunk[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    old = tl.load(first + group, mask=is_chunk[:, None], other=255).to(tl.int32)
+    wanted = _wanted(
+        estimated, sums, group, is_chunk, sequence, head, share, from_token, to_token, position % TILE, batch, capacity,
+        heads, tokens, scale, log_threshold, MEMBERS, GROUPS, UNIT, LOG_GROUP, SCORERS, SPLITS, PADDED
+    )  # fmt: skip
+    opened = tl.where(position % TILE == 0, wanted, tl.minimum(old, wanted))
+    return group, old, tl.where(is_chunk[:, None], opened, 255)
+
+
+@triton.jit
 def attend(
     q, k_pages, v_pages, lengths, estimated, first, before, key_list, pooled_rows, pooled_kinds, bias, outs, sums, tickets,
     out, batch, capacity, heads, kv_heads, lists, tokens, q_batch, q_token, q_head, scale, log_threshold,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
-    MEMBERS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
-    UNIT: tl.constexpr, BIASED: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SCORERS: tl.constexpr,
-    SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    MEMBERS: tl.constexpr, TOKENS: tl.constexpr, SEVERAL: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    DV: tl.constexpr, UNIT: tl.constexpr, BIASED: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr,
+    LOG_CHUNK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+    BUSY: tl.constexpr, SCORERS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Open the groups of some chunks that the tokens want, and attend to the rows of these chunks.
 
@@ -250,38 +273,58 @@ def attend(
     k_pages += page * (PAGE * DIM)
     v_pages += page * (PAGE * VALUE_DIM)
 
-    # Lists of this program. All heads of a shared list compute what it opens, and the first of them stores it. The others
-    # may read its bytes before or after that: both give the same, as the bytes are ignored where a tile starts.
+    # All heads of a shared list compute what it opens, and the first of them stores it. Chunks are distributed one by one,
+    # because open groups are close to each other, and every round begins with another split, because texts have periods.
     share = heads // lists
+    list_head = head // share * share
     of_list = (head // share * batch + sequence).to(tl.int64) * (capacity * GROUPS)
-    own = ((head * batch + sequence) * SPLITS + split).to(tl.int64)
-    own *= (capacity + SPLITS - 1) // SPLITS * GROUPS + ROWS
+    first += of_list
+    before += of_list
+    most = (capacity + SPLITS - 1) // SPLITS
+    own = ((head * batch + sequence) * SPLITS + split).to(tl.int64) * (most * (GROUPS + 1) + ROWS)
     key_list += own
     pooled_rows += own
     pooled_kinds += own
+    busy = key_list + most * GROUPS + ROWS  # chunks with open groups
+    num_busy = 0
     num_open = 0
     num_pooled = 0
-    for begin in range(split, visible, SPLITS * BLOCK):
-        chunk = begin + SPLITS * tl.arange(0, BLOCK)
-        group = chunk[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    for begin in range(0, (visible + SPLITS - 1) // SPLITS, BLOCK):
+        turn = begin + tl.arange(0, BLOCK)
+        chunk = turn * SPLITS + (split + turn * ROTATION) % SPLITS
         is_chunk = chunk < visible
-        opened = tl.load(first + of_list + group, mask=is_chunk[:, None], other=255).to(tl.int32)
-        wanted = _wanted(
-            estimated, sums, group, is_chunk, sequence, head // share * share, share, from_token, to_token, position % TILE,
-            batch, capacity, heads, tokens, scale, log_threshold, MEMBERS, GROUPS, UNIT, LOG_GROUP, SCORERS,
-            SPLITS, PADDED
+        group, old, opened = _opened(
+            estimated, sums, first, chunk, is_chunk, sequence, list_head, share, from_token, to_token, position, batch,
+            capacity, heads, tokens, scale, log_threshold, MEMBERS, TILE, GROUPS, UNIT, LOG_GROUP, SCORERS, SPLITS, PADDED
         )  # fmt: skip
-        is_stored = is_chunk[:, None] & (head % share == 0)
+        is_stored = is_chunk[:, None] & (head == list_head)
         if position % TILE == 0:
-            tl.store(before + of_list + group, opened.to(tl.uint8), mask=is_stored)
-            opened = 0 * opened + 255
-        opened = tl.where(is_chunk[:, None], tl.minimum(opened, wanted), 255)
-        tl.store(first + of_list + group, opened.to(tl.uint8), mask=is_stored)
+            tl.store(before + group, old.to(tl.uint8), mask=is_stored)
+        tl.store(first + group, opened.to(tl.uint8), mask=is_stored)
+        # Most chunks have no open group, and are one row.
+        is_busy = tl.min(opened, 1) < 255
+        is_root = is_chunk & (is_busy == 0)
+        flags = is_busy.to(tl.int32) | (is_root.to(tl.int32) << 16)
+        rank = tl.cumsum(flags, 0) - flags
+        tl.store(busy + num_busy + (rank & 65535), chunk, mask=is_busy)
+        num_pooled = append_roots(
+            pooled_rows, pooled_kinds, chunk, is_root, num_pooled, rank >> 16, TILE, CHUNK, GROUPS, NODES, LOG_CHUNK
+        )
+        num_busy += tl.sum(is_busy.to(tl.int32), 0)
+    tl.debug_barrier()
+    for begin in range(0, num_busy, BUSY):
+        slot = begin + tl.arange(0, BUSY)
+        chunk = tl.load(busy + slot, mask=slot < num_busy, other=0)
+        is_chunk = slot < num_busy
+        _, _, opened = _opened(
+            estimated, sums, first, chunk, is_chunk, sequence, list_head, share, from_token, to_token, position, batch,
+            capacity, heads, tokens, scale, log_threshold, MEMBERS, TILE, GROUPS, UNIT, LOG_GROUP, SCORERS, SPLITS, PADDED
+        )  # fmt: skip
         # Lists count queries from the first token on, so that they have no rows for earlier queries alone.
         opened = tl.where(opened < 255, tl.maximum(opened - position % TILE, 0), 255)
         num_open, num_pooled = append_chunks(
-            opened, key_list, pooled_rows, pooled_kinds, first, chunk, visible, 0, num_open, num_pooled,
-            TILE, CHUNK, GROUPS, NODES, LOG_GROUP, LOG_NODE, LOG_CHUNK, BLOCK, False
+            opened, key_list, pooled_rows, pooled_kinds, first, chunk, is_chunk, 0, num_open, num_pooled,
+            TILE, CHUNK, GROUPS, NODES, LOG_GROUP, LOG_NODE, LOG_CHUNK, BUSY, False
         )  # fmt: skip
     num_open, num_pooled = pad_lists(key_list, pooled_rows, pooled_kinds, num_open, num_pooled, 0, ENTRIES, ROWS)
     tl.debug_barrier()
@@ -303,7 +346,7 @@ def attend(
         following, kind = tl.load(pooled_rows + ahead), tl.load(pooled_kinds + ahead)
         logit = tl.dot(x, tl.trans(load_rows(k_pages, rows, DIM, DIM, DIM)), input_precision=PRECISION)
         logit = logit * scale + tl.where(active > 0, log_count, float("-inf"))[None, :]  # −∞ for padding
-        if tokens > 1:
+        if SEVERAL:
             logit = tl.where(is_active(query[:, None], since[None, :], active[None, :]), logit, float("-inf"))
         values = load_rows(v_pages, rows, VALUE_DIM, VALUE_DIM, DV)
         top, mass, total = add_values(logit, values, top, mass, total, 1.0, PRECISION)
@@ -453,7 +496,8 @@ def launches(step: Step) -> tuple[Launches, ...]:
         "LOG_CHUNK": math.log2(shape.chunk),
         "ROWS": step.block,
         "ENTRIES": step.block // shape.group,
-        "BLOCK": max(1, min(_power_of_2(step.chunks_of(step.splits)), LISTED_GROUPS // (shape.groups * members))),
+        "BLOCK": max(1, min(_power_of_2(step.chunks_of(step.splits)), OPENED_GROUPS // (shape.groups * members))),
+        "BUSY": max(1, min(_power_of_2(step.chunks_of(step.splits)), LISTED_GROUPS // (shape.groups * members))),
         "PADDED": _power_of_2(step.scorers + 1),
     }
     selecting = {"MEMBERS": members, "UNIT": unit_of(step.scores)}
@@ -463,7 +507,15 @@ def launches(step: Step) -> tuple[Launches, ...]:
     for later in (False, True) if step.tokens > 1 else (False,):
         common = {"LATER": later, **tree}
         score = {**common, **rows, "TOKENS": tokens, **values, **scores, **precision, **programs, **SCORE}
-        attend = {**common, **selecting, "TOKENS": padded(tokens), **values, "BIASED": step.biased, **listing}
+        attend = {
+            **common,
+            **selecting,
+            "TOKENS": padded(tokens),
+            "SEVERAL": tokens > 1,
+            **values,
+            "BIASED": step.biased,
+            **listing,
+        }
         close = constants_of(shape, step.dim, step.value_dim, step.windows, step.scores, step.parts)
         result.append(
             Launches(
@@ -544,7 +596,7 @@ class Decode:
             # Caches of other sizes are not used again, except for steps of one and of several tokens in turn.
             self._memory = {other: x for other, x in self._memory.items() if other[:-1] == key[:-1]}
             rows, splits = step.batch * step.heads * tokens, step.splits
-            entries = step.chunks_of(splits) * step.shape.groups + ROWS  # of a program
+            entries = step.chunks_of(splits) * (step.shape.groups + 1) + ROWS  # of a program
             with torch.inference_mode(False):
                 self._memory[key] = (
                     torch.empty(rows, step.capacity * step.shape.groups, device=device),

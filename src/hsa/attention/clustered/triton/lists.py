@@ -38,8 +38,20 @@ def chunk_rows(opened, is_chunk, CHUNKS: tl.constexpr, NODES: tl.constexpr, GROU
 
 
 @triton.jit
+def append_roots(
+    pooled_rows, pooled_kinds, chunk, is_root, num_pooled, rank,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, LOG_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Append the means of chunks that no query of the tile opens, given their ranks, and return the length of the list."""
+    root = chunk * (CHUNK + GROUPS + NODES + 1) + (CHUNK + GROUPS + NODES)
+    tl.store(pooled_rows + num_pooled + rank, root, mask=is_root)
+    tl.store(pooled_kinds + num_pooled + rank, _kind(0 * root, TILE, LOG_CHUNK), mask=is_root)
+    return num_pooled + tl.sum(is_root.to(tl.int32), 0)
+
+
+@triton.jit
 def append_chunks(
-    opened, key_list, pooled_rows, pooled_kinds, prefixes, chunk, end, page, num_open, num_pooled,
+    opened, key_list, pooled_rows, pooled_kinds, prefixes, chunk, is_chunk, page, num_open, num_pooled,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, LOG_GROUP: tl.constexpr,
     LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr, BLOCK: tl.constexpr, PREFIXES: tl.constexpr,
 ):  # fmt: skip
@@ -48,12 +60,11 @@ def append_chunks(
     Args:
         opened: First query `[BLOCK, groups]` for which each group is open; 255 if there is none, or no such chunk.
         prefixes: Memory for the lengths of both lists before each chunk, if `PREFIXES`.
-        chunk, end: Numbers `[BLOCK]` of the chunks, and end of all chunks.
+        chunk, is_chunk: Numbers `[BLOCK]` of the chunks, and whether they exist.
         page: Page of chunk 0.
     """
     PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
     node, inside = tl.arange(0, NODES), tl.arange(0, GROUPS)
-    is_chunk = chunk < end
     group = chunk[:, None] * GROUPS + inside[None, :]
     is_open, is_mean, is_node, is_root, since, of_node, of_chunk = chunk_rows(opened, is_chunk, BLOCK, NODES, GROUPS)
     # Both kinds of entries are counted together, in the halves of one integer.
@@ -131,7 +142,7 @@ def lower(
         group = chunk[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
         opened = tl.load(first + group, mask=(chunk < visible)[:, None], other=255).to(tl.int32)
         num_open, num_pooled = append_chunks(
-            opened, key_list, pooled_rows, pooled_kinds, prefixes, chunk, visible, page, num_open, num_pooled,
+            opened, key_list, pooled_rows, pooled_kinds, prefixes, chunk, chunk < visible, page, num_open, num_pooled,
             TILE, CHUNK, GROUPS, NODES, LOG_GROUP, LOG_NODE, LOG_CHUNK, BLOCK, GRADIENT
         )  # fmt: skip
     all_open, all_pooled = pad_lists(
