@@ -145,6 +145,7 @@ def main(name: str, files: Sequence[Path], thresholds: Sequence[float], heads: i
     )
     notes += REPEATED if shortest < max(lengths) else ""
     command = f"python -m benchmarks.clustered_decode QKV.pt --name {name}" + (f" --heads {heads}" if heads else "")
+    command += f" --thresholds {' '.join(f'{x:g}' for x in thresholds)} --lengths {' '.join(map(str, sorted(lengths)))}"
     write_table(name, "Decoding with clustered keys on a GPU", [("", HEADER, rows)], notes, command=command)
 
 
