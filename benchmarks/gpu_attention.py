@@ -387,5 +387,6 @@ def run() -> None:
         f"bandwidth of a large copy in the same run, {bytes_per_ms / 1e9:.2f} TB/s. `graph`: CUDA graph replays; "
         "`calls`: calls from Python. Text-like trees have sentences of 5–40 tokens and paragraphs of 3–8 sentences. "
         "Hierarchical attention runs without self, as in the paper. Multiscale times include selection and "
-        "clustering. Inputs are random.\n\n![times against length](gpu_attention.png)",
+        "clustering. Inputs are random.\n\n![times against length](gpu_attention.png)\n\nCausal attention over clustered "
+        "keys: [clustered_gpu.md](clustered_gpu.md), with gradients [clustered_training_gpu.md](clustered_training_gpu.md).",
     )

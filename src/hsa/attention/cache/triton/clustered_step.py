@@ -444,15 +444,15 @@ class Step:
     @property
     def scorers(self) -> int:
         """Number of programs of `score` that share the chunks of a sequence and key/value head."""
-        return self._programs(MOST_SCORERS)
+        return self._programs(MOST_SCORERS, self.kv_heads)
 
     @property
     def splits(self) -> int:
         """Number of programs of `attend` that share the chunks of a sequence and head."""
-        return self._programs(MOST_SPLITS)
+        return self._programs(MOST_SPLITS, self.heads)
 
-    def _programs(self, most: int) -> int:
-        wanted = min(most, self.capacity, PROGRAMS // (self.batch * self.kv_heads))
+    def _programs(self, most: int, heads: int) -> int:
+        wanted = min(most, self.capacity, PROGRAMS // (self.batch * heads))
         return 1 << max(0, wanted.bit_length() - 1)
 
     def chunks_of(self, programs: int) -> int:
