@@ -135,7 +135,7 @@ def test_open_groups_of_two_tiles(few_programs, name):
 
 
 def test_more_programs_than_chunks():
-    """Of 16 programs, 14 or 15 have no chunk."""
+    """Give 14 or 15 of 16 programs no chunk."""
     text = Text([131], *CASES["threshold"], max_length=1024)
     text.read([126])
     for _ in range(5):

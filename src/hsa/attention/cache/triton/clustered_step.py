@@ -7,8 +7,8 @@
     close     cluster and pool the chunk that the tokens complete
 
 Each sequence knows its own length on the device, so a step can be captured as a CUDA graph. The chunks of a sequence are
-divided among programs: consecutive chunks among `SCORERS` in `score`, and every `SPLITS`-th chunk to one of `SPLITS` in
-`attend`, as open groups are often in neighbouring chunks. New tokens may belong to two tiles: each launch is for one of
+divided among programs: consecutive chunks among `SCORERS` in `score`, and one of each round of `SPLITS` chunks to each of
+`SPLITS` in `attend`, as open groups are often in neighbouring chunks. New tokens may belong to two tiles: each launch is for one of
 them, and a step of several tokens runs twice. Rows of a program of `score` are the heads of a key/value head times the
 tokens, padded.
 
