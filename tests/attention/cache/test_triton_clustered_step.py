@@ -109,7 +109,8 @@ def few_programs(monkeypatch):
     """Divide chunks among few programs, which read and list few of them at a time."""
     from hsa.attention.cache.triton import clustered_step
 
-    for name, value in {"MOST_SCORERS": 4, "MOST_SPLITS": 2, "LISTED_GROUPS": 16, "ESTIMATED_BYTES": 2**9}.items():
+    few = {"MOST_SCORERS": 4, "MOST_SPLITS": 2, "OPENED_GROUPS": 16, "LISTED_GROUPS": 8, "ESTIMATED_BYTES": 2**9}
+    for name, value in few.items():
         monkeypatch.setattr(clustered_step, name, value)
     clustered_step.launches.cache_clear()
     yield
