@@ -8,9 +8,9 @@
 
 Each sequence knows its own length on the device, so a step can be captured as a CUDA graph. The chunks of a sequence are
 divided among programs: consecutive chunks among `SCORERS` in `score`, and one of each round of `SPLITS` chunks to each of
-`SPLITS` in `attend`, as open groups are often in neighbouring chunks. New tokens may belong to two tiles: each launch is for one of
-them, and a step of several tokens runs twice. Rows of a program of `score` are the heads of a key/value head times the
-tokens, padded.
+`SPLITS` in `attend`, as open groups are often in neighbouring chunks. New tokens may belong to two tiles: each launch is
+for one of them, and a step of several tokens runs twice. Rows of a program of `score` are the heads of a key/value head
+times the tokens, padded.
 
 Both kernels store log-sums in `sums`, `[rows, SCORERS + 1 + SPLITS]`: those of the nodes of the `SCORERS` programs, that of
 the chunk in progress, and those of the `SPLITS` programs. All but the last `SPLITS` make the normaliser of the bounds of

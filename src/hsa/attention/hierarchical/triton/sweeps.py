@@ -297,10 +297,10 @@ def _d_up_tile(
     d_mass = tl.load(d_inner_ptr + above, mask=from_above, other=0.0)
     share = 1.0 / tl.load(up_count_ptr + owner, mask=has_owner, other=1).to(tl.float32)
     inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES, POWER)
-    d_down = inner
+    of_inside = inner
     if not LEAVES:
         share = count * share
-        d_down = tl.load(d_weight_ptr + entry, mask=valid, other=0.0)
+        of_inside = tl.load(d_weight_ptr + entry, mask=valid, other=0.0)
     d_mass = d_mass * share
     if POWER == 0:
         weights, outer = _weights(
@@ -324,7 +324,7 @@ def _d_up_tile(
         factor, d_outer = weight, d_mass
         if not LEAVES:
             side, down = _shares(inner, outer)
-            d_gap = side * down * weight * (of_y - d_down)
+            d_gap = side * down * weight * (of_y - of_inside)
             d_outer = d_mass * side + d_gap
             tl.store(d_inner_ptr + entry, d_mass * down - d_gap, mask=valid)
             factor = weight * side
@@ -332,7 +332,7 @@ def _d_up_tile(
         weights = weights * factor[:, :, None]
     else:
         if not LEAVES:
-            d_weights = with_diagonal(d_weights, d_down, SIZE)
+            d_weights = with_diagonal(d_weights, of_inside, SIZE)
         d_weights = d_weights * weight[:, :, None]
         d_logits = gradient_of_logits(d_weights, d_mass, weights, slope)
         if POWER == ANY:
