@@ -129,8 +129,9 @@ if __name__ == "__main__":
     regular = Hierarchy.regular([512], (16, 4))
     compile_hierarchical(regular, torch.bfloat16)
     compile_hierarchical(regular, torch.bfloat16, LEARNED)
-    compile_clustered(torch.bfloat16, 64, causal=True)
-    compile_decoding(torch.bfloat16, 64)
+    for dim in (16, 64):
+        compile_clustered(torch.bfloat16, dim, causal=True)
+        compile_decoding(torch.bfloat16, dim)
     compile_trilinear(torch.bfloat16, 64, causal=False)
     compile_head_norm(torch.bfloat16, 32)
     if sys.argv[2] == "all":
@@ -142,6 +143,7 @@ if __name__ == "__main__":
                 compile_decoding(dtype, dim)
                 compile_head_norm(dtype, dim)
             compile_clustered(torch.bfloat16, 256)
+            compile_decoding(dtype, 256)
             mixed = Hierarchy.from_nested([[5, 20, 40], [3, 3]])
             for normalizer in ("softmax", Entmax(1.5), Entmax(2.0), LEARNED):
                 compile_hierarchical(mixed, dtype, normalizer)

@@ -191,7 +191,7 @@ def test_scores_in_two_parts(monkeypatch):
     """Means and spreads in one table, as GPUs with 8-bit products have them."""
     from hsa.attention.clustered.triton import cluster
 
-    monkeypatch.setattr(cluster, "scores_of", lambda dtype, device: (dtype, 2))
+    monkeypatch.setattr(cluster, "scores_of", lambda dtype, dim, device: (dtype, 2))
     text = Text([150], *CASES["threshold"])
     text.read([121])
     assert text.cache._stored[0]["scores"].shape[4] == 2

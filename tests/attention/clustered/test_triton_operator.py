@@ -56,7 +56,7 @@ def test_kernels_agree_with_torch(case, slab, monkeypatch):
 @pytest.mark.parametrize("name", ["causal", "top_k"])
 def test_scores_in_two_parts(name, monkeypatch):
     """Means and spreads in one table, as GPUs with 8-bit products have them."""
-    monkeypatch.setattr(cluster, "scores_of", lambda dtype, device: (dtype, 2))
+    monkeypatch.setattr(cluster, "scores_of", lambda dtype, dim, device: (dtype, 2))
     lengths, queries, sizes, options = CASES[name]
     q, k, v = inputs(lengths, queries, sizes)
     out = hsa.clustered_attention(q, k, v, lengths, backend="triton", **options)

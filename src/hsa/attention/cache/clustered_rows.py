@@ -76,7 +76,7 @@ class Rows:
             return self.dtype, 1
         from hsa.attention.clustered.triton.cluster import scores_of
 
-        return scores_of(self.dtype, self.device)
+        return scores_of(self.dtype, self.dims[0], self.device)
 
     def tensors(self, sequences: int | str, scores: Any = None) -> dict[str, Wanted]:
         """Return shape and dtype of the tensors of a layer.

@@ -56,6 +56,8 @@ ESTIMATED_BYTES = 2**14
 """Maximum bytes of the means of groups that are estimated at once, if they had the type of the keys."""
 SCORE = {"num_warps": 4, "num_stages": 3}
 """Launch options of `score`."""
+WIDEST = 1024
+"""Maximum bytes of a key and its value for which the loads of several steps fit the shared memory of small GPUs."""
 ATTEND = {"num_warps": 2, "num_stages": 2, "maxnreg": 128}
 """Launch options of `attend`: small programs, so that many fit a multiprocessor."""
 LOG2_E = math.log2(math.e)
@@ -460,10 +462,14 @@ class Step:
         return -(-self.capacity // programs)
 
     @property
+    def width(self) -> int:
+        """Number of bytes of a key and its value."""
+        return (self.dim + padded(self.value_dim)) * self.dtype.itemsize
+
+    @property
     def block(self) -> int:
         """Number of rows of keys and values that are read at once."""
-        width = (self.dim + padded(self.value_dim)) * self.dtype.itemsize
-        return ROWS if width <= 512 else ROWS // 2
+        return ROWS if self.width <= WIDEST // 2 else ROWS // 2
 
 
 class Launches(NamedTuple):
@@ -503,10 +509,11 @@ def launches(step: Step) -> tuple[Launches, ...]:
     selecting = {"MEMBERS": members, "UNIT": unit_of(step.scores)}
     sizes = (step.batch, step.capacity, step.heads, step.kv_heads, step.lists, step.tokens, *step.strides)
     key = step.dtype, step.scores, compiled_for(*sizes), step.is_aligned
+    pipeline = {} if step.width <= WIDEST else {"num_stages": 1}
     result = []
     for later in (False, True) if step.tokens > 1 else (False,):
         common = {"LATER": later, **tree}
-        score = {**common, **rows, "TOKENS": tokens, **values, **scores, **precision, **programs, **SCORE}
+        score = {**common, **rows, "TOKENS": tokens, **values, **scores, **precision, **programs, **SCORE, **pipeline}
         attend = {
             **common,
             **selecting,
@@ -520,7 +527,7 @@ def launches(step: Step) -> tuple[Launches, ...]:
         result.append(
             Launches(
                 Prepared(_score, key, score),
-                Prepared(_attend, key, {**attend, **precision, **programs, **ATTEND}),
+                Prepared(_attend, key, {**attend, **precision, **programs, **ATTEND, **pipeline}),
                 Prepared(_close, key, {"LATER": later, "TILE": shape.tile, **close}),
             )
         )

@@ -23,6 +23,8 @@ from hsa.attention.kernels.triton.launch import INTERPRETED, Launcher, Prepared,
 from hsa.attention.kernels.triton.recording import constant, empty
 from hsa.tree.lasting import lasting
 
+NARROWEST = 32
+"""Smallest head dim of 8-bit products."""
 WIDE = 64
 """Head dim up to which registers are limited, so that two programs fit a multiprocessor."""
 
@@ -33,7 +35,7 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
     shape, chunks, (_, heads, dim), value_dim = layout.shape, layout.num_chunks, k.shape, v.shape[2]
     parts = [heads * chunks * shape.page * dim, heads * chunks * shape.page * value_dim]
     pages = empty(k, sum(parts)).split(parts)
-    dtype, number = scores_of(k.dtype, k.device)
+    dtype, number = scores_of(k.dtype, dim, k.device)
     keys = ClusteredKeys(
         k=pages[0].view(heads, chunks, shape.page, dim),
         v=pages[1].view(heads, chunks, shape.page, value_dim),
@@ -94,9 +96,9 @@ def constants_of(
     return constants | ({"maxnreg": 128} if dim <= WIDE else {})
 
 
-def scores_of(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, int]:
+def scores_of(dtype: torch.dtype, dim: int, device: torch.device) -> tuple[torch.dtype, int]:
     """Return the dtype and the parts of `ClusteredKeys.scores`: two in 8 bits for half precision, if the GPU has them."""
-    small = dtype.itemsize == 2 and not INTERPRETED and available.capability(device) >= (8, 9)
+    small = dtype.itemsize == 2 and dim >= NARROWEST and not INTERPRETED and available.capability(device) >= (8, 9)
     return (EIGHT_BITS, 2) if small else (dtype, 1)
 
 
