@@ -256,15 +256,13 @@ def main(name: str, files: Sequence[Path], heads: int | None, lengths: Sequence[
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument(
-        "--name", help="name of the table in results/; clustered_gpu or clustered_training_gpu by default"
-    )
+    parser.add_argument("--name", default="clustered_gpu", help="name of the table in results/")
     parser.add_argument("--heads", type=int, help="number of heads with keys of their own")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--layers", type=int, default=3, help="number of recorded layers to use")
     parser.add_argument("--training", action="store_true", help="measure forward and backward passes")
     given = parser.parse_args()
     if given.training:
-        training(given.name or "clustered_training_gpu", given.files, given.heads, given.lengths, given.layers)
+        training(given.name, given.files, given.heads, given.lengths, given.layers)
     else:
-        main(given.name or "clustered_gpu", given.files, given.heads, given.lengths, given.layers)
+        main(given.name, given.files, given.heads, given.lengths, given.layers)

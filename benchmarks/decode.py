@@ -102,8 +102,8 @@ def cache_step(cache: Cache, batch: int, device: str, dtype: torch.dtype) -> Cal
     return step
 
 
-def capture(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph of one step, after three steps that compile its kernels."""
+def graph_of(step: Callable[[], Any]) -> Callable[[], None]:
+    """Return a function that replays a CUDA graph of one step STEPS times."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -112,12 +112,6 @@ def capture(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         step()
-    return graph
-
-
-def graph_of(step: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that replays a CUDA graph of one step STEPS times."""
-    graph = capture(step)
 
     def replay() -> None:
         for _ in range(STEPS):

@@ -7,13 +7,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hsa.attention.call import needs_gradient
 from hsa.attention.clustered.keys import ClusteredKeys
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.selection import TileSelection
-from hsa.attention.kernels.repeat import is_plain, layout_of, run_on_device, with_types
+from hsa.attention.kernels.repeat import is_plain, layout_of, with_types
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run on the CPU, in Triton's interpreter."""
@@ -114,4 +115,9 @@ def repeated(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | N
     Nothing is checked: an earlier call with tensors of this layout has passed all checks.
     """
     run = _REPEATED.get(key)
-    return None if run is None else run_on_device(run, q, k, v)
+    if run is None:
+        return None
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return run(q, k, v)
+    return run(q, k, v)

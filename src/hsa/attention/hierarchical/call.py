@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hsa.attention.call import Call, needs_gradient
 from hsa.attention.hierarchical.family import FamilyAttention
-from hsa.attention.kernels.repeat import is_plain, layout_of, run_on_device, with_types
+from hsa.attention.kernels.repeat import is_plain, layout_of, with_types
 from hsa.attention.mixing import HeadMixing
 from hsa.attention.normalizers import Entmax
 from hsa.attention.softmax import exact
@@ -64,4 +65,9 @@ def repeated(
     scale = q.shape[-1] ** -0.5 if scale is None and q.ndim else scale
     options = with_types(include_self, scale, backend, needs_gradient(q, k, v))
     run = runs.get((layout_of(q, k, v), options))
-    return None if run is None else run_on_device(run, q, k, v)
+    if run is None:
+        return None
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return run(q, k, v)
+    return run(q, k, v)

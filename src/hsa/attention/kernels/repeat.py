@@ -6,16 +6,13 @@ shapes, dtypes and devices were passed then. Does not import Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from hsa.attention.checks import is_checking
-
-T = TypeVar("T")
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -41,11 +38,3 @@ def layout_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
         v.device, a % 16 == 0, b % 16 == 0, c % 16 == 0, a == b, b == c, a == c,
     )  # fmt: skip
-
-
-def run_on_device(run: Callable[[Tensor, Tensor, Tensor], T], q: Tensor, k: Tensor, v: Tensor) -> T:
-    """Repeat a recorded call on the device of its tensors."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            return run(q, k, v)
-    return run(q, k, v)
