@@ -19,6 +19,8 @@ CASES = {
     "shared lists": (SMALL | {"threshold": 0.1, "share_lists": True}, (4, 2, 16, 16)),
     "windows": (SMALL | {"threshold": 0.05, "windows": True, "spread": 0.0, "tile": 32}, (2, 1, 32, 48)),
     "nothing": (SMALL | {"threshold": 1.0}, (1, 1, 16, 16)),
+    "many heads": (SMALL | {"threshold": 0.05}, (37, 1, 16, 16)),
+    "many heads of a list": (SMALL | {"threshold": 0.05, "share_lists": True}, (37, 1, 16, 16)),
     "two nodes": ({"branching": (8, 8, 2), "tile": 64, "threshold": 0.03}, (2, 1, 16, 16)),
 }
 
@@ -94,7 +96,7 @@ def test_from_the_first_token():
         text.step()
 
 
-@pytest.mark.parametrize("name", ["threshold", "grouped heads", "shared lists"])
+@pytest.mark.parametrize("name", ["threshold", "grouped heads", "shared lists", "many heads of a list"])
 def test_several_tokens_at_once(name):
     """Tokens may cross the border of a tile or of a chunk."""
     text = Text([165, 170], *CASES[name])
@@ -109,7 +111,7 @@ def few_programs(monkeypatch):
     """Divide chunks among few programs, which read and list few of them at a time."""
     from hsa.attention.cache.triton import clustered_step
 
-    few = {"MOST_SCORERS": 4, "MOST_SPLITS": 2, "OPENED_GROUPS": 16, "LISTED_GROUPS": 8, "ESTIMATED_BYTES": 2**9}
+    few = {"MOST_SCORERS": 4, "MOST_SPLITS": 2, "OPENED": 64, "MERGED": 256, "ESTIMATED_BYTES": 2**9}
     for name, value in few.items():
         monkeypatch.setattr(clustered_step, name, value)
     clustered_step.launches.cache_clear()

@@ -34,22 +34,25 @@ from hsa.attention.cache.interface import AttendOptions
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.triton.attend import add_values
 from hsa.attention.clustered.triton.cluster import cluster_chunk, constants_of, start_of, unit_of
-from hsa.attention.clustered.triton.lists import append_chunks, append_roots, pad_lists
 from hsa.attention.clustered.triton.select import add_mass, estimates, load_groups
-from hsa.attention.clustered.triton.tiles import interval_of, is_active, load_rows, of_members, rows_of_groups
+from hsa.attention.clustered.triton.tiles import load_rows
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for, last_stride_1
 
-PROGRAMS = 4096
+SCORE_PROGRAMS, ATTEND_PROGRAMS = 4096, 2048
 """Number of programs of a launch that a GPU needs to be busy."""
 MOST_SPLITS = 64
-"""Maximum number of programs of `attend` that share the chunks of a sequence and head."""
+"""Maximum number of programs of `attend` that share the chunks of a sequence and block of heads."""
 MOST_SCORERS = 64
 """Maximum number of programs of `score` that share the chunks of a sequence and key/value head."""
+MOST_QUERIES = 32
+"""Maximum number of heads × tokens of a program of `attend`, each of which is a bit of a number."""
 ROWS = 64
 """Maximum number of rows of keys and values that are read at once."""
-OPENED_GROUPS, LISTED_GROUPS = 1024, 256
-"""Maximum number of groups that are compared with their bounds at once, and whose rows are listed at once."""
+OPENED = 2048
+"""Maximum number of estimates that are compared with their bounds at once."""
+MERGED = 4096
+"""Maximum number of elements of partial results that are merged at once."""
 ROTATION: tl.constexpr = tl.constexpr(37)
 """Number of splits by which each round of chunks is shifted against the one before."""
 ESTIMATED_BYTES = 2**14
@@ -58,15 +61,19 @@ SCORE = {"num_warps": 4, "num_stages": 3}
 """Launch options of `score`."""
 WIDEST = 1024
 """Maximum bytes of a key and its value for which the loads of several steps fit the shared memory of small GPUs."""
-ATTEND = {"num_warps": 2, "num_stages": 2, "maxnreg": 128}
-"""Launch options of `attend`: small programs, so that many fit a multiprocessor."""
+ATTEND = {"num_warps": 4, "num_stages": 2}
+"""Launch options of `attend`."""
 LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def _tile_of(lengths, sequence, tokens, LATER: tl.constexpr, TILE: tl.constexpr):
-    """Return the tokens [first, end) of a step that belong to one tile, and the position of the first of them."""
-    begin = tl.load(lengths + sequence) - tokens
+def _tile_of(lengths, sequence, tokens, after, LATER: tl.constexpr, TILE: tl.constexpr):
+    """Return the tokens [first, end) of a launch that belong to one tile, and the position of the first of them.
+
+    Args:
+        after: Number of tokens of the step after those of this launch.
+    """
+    begin = tl.load(lengths + sequence) - tokens - after
     border = tl.minimum(TILE - begin % TILE, tokens)
     if LATER:
         return border, tokens, begin + border
@@ -101,7 +108,7 @@ def _log_sum_of_parts(sums, entry, there, SCORERS: tl.constexpr, PADDED: tl.cons
 @triton.jit
 def score(
     q, k, v, k_pages, v_pages, scores, lengths, estimated, outs, sums, batch, capacity, heads, kv_heads, tokens,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, scale, weight,
+    after, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, scale, weight,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     PARTS: tl.constexpr, SPREAD: tl.constexpr, LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
@@ -115,7 +122,7 @@ def score(
     split = tl.program_id(0) % (SCORERS + 1)
     sequence = tl.program_id(0) // (SCORERS + 1) % batch
     kv_head = tl.program_id(0) // ((SCORERS + 1) * batch)
-    from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
+    from_token, to_token, position = _tile_of(lengths, sequence, tokens, after, LATER, TILE)
     visible = position // CHUNK
     if (from_token == to_token) | (visible >= capacity):
         return
@@ -183,215 +190,200 @@ def score(
 
 
 @triton.jit
-def _wanted(
-    estimated, sums, group, is_chunk, sequence, head, share, from_token, to_token, since, batch, capacity, heads, tokens,
-    scale, log_threshold,
-    MEMBERS: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, LOG_GROUP: tl.constexpr, SCORERS: tl.constexpr,
-    SPLITS: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    """Return the first of the tokens that wants each group, for any of `share` heads; 255 if there is none.
-
-    Args:
-        group, is_chunk: Numbers `[chunks, groups]` of the groups, and whether the chunks exist.
-        head: First of the heads.
-        since: Row of `from_token` in its tile.
-    """
-    member = tl.arange(0, MEMBERS)
-    there = member < share
-    row = (head + member).to(tl.int64) * batch + sequence
-    wanted = tl.full(group.shape, 255, tl.int32)
-    for token in range(from_token, to_token):
-        at = estimated + (row * tokens + token) * (capacity * GROUPS)
-        is_there = there[:, None, None] & is_chunk[None, :, None]
-        estimate = tl.load(at[:, None, None] + group[None, :, :], mask=is_there, other=float("-inf"))
-        entry = ((sequence * tokens + token) * heads + head + member) * (SCORERS + 1 + SPLITS)
-        total = _log_sum_of_parts(sums, entry, there, SCORERS, PADDED)
-        bound = tl.where(there, (total + log_threshold - LOG_GROUP) / scale * UNIT, float("inf"))
-        wants = tl.max((estimate >= bound[:, None, None]).to(tl.int32), 0)
-        wanted = tl.minimum(wanted, tl.where(wants > 0, since + token - from_token, 255))
-    return tl.where(group == 0, 0, wanted)  # the group of the first key
+def _bits(opened, since, HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    """Return `[n]` the rows for which something is open, as bits, from the queries `[lists, n]` that opened it."""
+    bit = tl.reshape(1 << tl.arange(0, HEADS * TOKENS), [HEADS, TOKENS])
+    bits = tl.where(opened[:, None, :] <= since[None, :, None], bit[:, :, None], 0)
+    return tl.sum(tl.reshape(bits, [HEADS * TOKENS, opened.shape[1]]), 0)
 
 
 @triton.jit
-def _opened(
-    estimated, sums, first, chunk, is_chunk, sequence, head, share, from_token, to_token, position, batch, capacity, heads,
-    tokens, scale, log_threshold,
-    MEMBERS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr, LOG_GROUP: tl.constexpr,
-    SCORERS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    """Return the numbers `[chunks, groups]` of the groups of chunks, their bytes, and these with what the tokens want.
+def _append(units, unit, is_listed, number):
+    """Append units to a list, and return its length."""
+    flags = is_listed.to(tl.int32)
+    tl.store(units + number + tl.cumsum(flags, 0) - flags, unit, mask=is_listed)
+    return number + tl.sum(flags, 0)
 
-    The bytes of a list may be stored before or after this: both give the same, as they are ignored where a tile starts.
+
+@triton.jit
+def _chunk_of(turn, split, SPLITS: tl.constexpr):
+    """Return the chunk that a program reads in its turn.
+
+    Chunks are distributed one by one, because open groups are close to each other, and every round begins with another
+    program, because texts have periods.
     """
-    group = chunk[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-    old = tl.load(first + group, mask=is_chunk[:, None], other=255).to(tl.int32)
-    wanted = _wanted(
-        estimated, sums, group, is_chunk, sequence, head, share, from_token, to_token, position % TILE, batch, capacity,
-        heads, tokens, scale, log_threshold, MEMBERS, GROUPS, UNIT, LOG_GROUP, SCORERS, SPLITS, PADDED
-    )  # fmt: skip
-    opened = tl.where(position % TILE == 0, wanted, tl.minimum(old, wanted))
-    return group, old, tl.where(is_chunk[:, None], opened, 255)
+    return turn * SPLITS + (split + turn * ROTATION) % SPLITS
 
 
 @triton.jit
 def attend(
-    q, k_pages, v_pages, lengths, estimated, first, before, key_list, pooled_rows, pooled_kinds, bias, outs, sums, tickets,
-    out, batch, capacity, heads, kv_heads, lists, tokens, q_batch, q_token, q_head, scale, log_threshold,
+    q, k_pages, v_pages, lengths, estimated, first, before, units, active, bias, outs, sums, tickets, out,
+    batch, capacity, heads, kv_heads, tokens, after, q_batch, q_token, q_head, scale, log_threshold,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
-    MEMBERS: tl.constexpr, TOKENS: tl.constexpr, SEVERAL: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DV: tl.constexpr, UNIT: tl.constexpr, BIASED: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr,
-    LOG_CHUNK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
-    BUSY: tl.constexpr, SCORERS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, WANTING: tl.constexpr,
+    LISTS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr,
+    BIASED: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, SCORERS: tl.constexpr, SPLITS: tl.constexpr,
+    PADDED: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Open the groups of some chunks that the tokens want, and attend to the rows of these chunks.
 
-    The last program of a sequence and head merges the results of all.
+    A program has a block of up to `HEADS` heads of a key/value head. It reads pages in *units* of 8 rows: the keys of a
+    group, the means of the groups of a node, or the means of nodes and of the chunk. A unit is listed if a row of it is
+    active for any head and token; the bits of `active` tell for which. The last program of a sequence and block merges all
+    results.
     """
-    head = tl.program_id(0) % heads  # heads with long lists are spread over the GPU
-    sequence = tl.program_id(0) // heads % batch
-    split = tl.program_id(0) // (heads * batch)
-    from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
-    visible = position // CHUNK
-    row = tl.arange(0, TOKENS)
-    there = (row >= from_token) & (row < to_token)
-    column, value_column = tl.arange(0, DIM), tl.arange(0, DV)
-    x = tl.load(
-        q + sequence * q_batch + head * q_head + row[:, None] * q_token + column[None, :],
-        mask=there[:, None],
-        other=0.0,
-    )
+    block = tl.program_id(0) % (kv_heads * BLOCKS)  # heads with long lists are spread over the GPU
+    sequence = tl.program_id(0) // (kv_heads * BLOCKS) % batch
+    split = tl.program_id(0) // (kv_heads * BLOCKS * batch)
+    from_token, to_token, position = _tile_of(lengths, sequence, tokens, after, LATER, TILE)
     if from_token == to_token:
         return
+    visible = position // CHUNK
+    share, kv_head, first_member = heads // kv_heads, block // BLOCKS, block % BLOCKS * HEADS
+    row = tl.arange(0, QUERIES)
+    token, member = row % TOKENS, first_member + row // TOKENS
+    there = (row < HEADS * TOKENS) & (member < share) & (token >= from_token) & (token < to_token)
+    head = kv_head * share + member
+    column, value_column = tl.arange(0, DIM), tl.arange(0, DV)
     is_value = there[:, None] & (value_column[None, :] < VALUE_DIM)
-    entry = (sequence * tokens + row) * heads + head
-    to_out = out + entry.to(tl.int64)[:, None] * VALUE_DIM + value_column[None, :]
+    entry = ((sequence * tokens + token) * heads + head).to(tl.int64)
+    to_out = out + entry[:, None] * VALUE_DIM + value_column[None, :]
     if visible >= capacity:  # a replayed graph has gone beyond the memory of the cache
-        tl.store(to_out, tl.full([TOKENS, DV], float("nan"), tl.float32).to(out.dtype.element_ty), mask=is_value)
+        tl.store(to_out, tl.full([QUERIES, DV], float("nan"), tl.float32).to(out.dtype.element_ty), mask=is_value)
         return
-    PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
+    at = q + sequence * q_batch + token * q_token + head * q_head
+    x = tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0)
+
+    # The heads that open groups of the lists: those of this block or, if they share a list, all of the key/value head.
+    IS_SHARED: tl.constexpr = LISTS < WANTING
+    first_wanting = kv_head * share + (0 if IS_SHARED else first_member)
+    num_wanting = share if IS_SHARED else tl.minimum(share - first_member, HEADS)
+    wanting = tl.arange(0, WANTING * TOKENS)
+    of_token, of_head = wanting % TOKENS, first_wanting + wanting // TOKENS
+    wants = (wanting // TOKENS < num_wanting) & (of_token >= from_token) & (of_token < to_token)
+    parts = ((sequence * tokens + of_token) * heads + of_head) * (SCORERS + 1 + SPLITS)
+    bound = _log_sum_of_parts(sums, parts, wants, SCORERS, PADDED)
+    bound = tl.where(wants, (bound + log_threshold - LOG_GROUP) / scale * UNIT, float("inf"))
+    estimated += ((of_head.to(tl.int64) * batch + sequence) * tokens + of_token)[:, None] * (capacity * GROUPS)
+    since = position % TILE + tl.arange(0, TOKENS) - from_token  # rows of the tokens in their tile
+    listed = tl.arange(0, LISTS)
+    is_list = listed < (1 if IS_SHARED else num_wanting)
+    of_list = ((kv_head if IS_SHARED else first_wanting) + listed).to(tl.int64) * batch + sequence
+    of_list = of_list[:, None] * (capacity * GROUPS)
+
     SIZE: tl.constexpr = CHUNK // GROUPS
-    kv_head = head // (heads // kv_heads)
+    PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
+    UNITS: tl.constexpr = (PAGE + SIZE - 1) // SIZE
+    FLAGS: tl.constexpr = 2 * GROUPS + NODES + 1  # of the keys of groups, and of all means
     page = (kv_head * batch + sequence).to(tl.int64) * capacity
     k_pages += page * (PAGE * DIM)
     v_pages += page * (PAGE * VALUE_DIM)
-
-    # All heads of a shared list compute what it opens, and the first of them stores it. Chunks are distributed one by one,
-    # because open groups are close to each other, and every round begins with another split, because texts have periods.
-    share = heads // lists
-    list_head = head // share * share
-    of_list = (head // share * batch + sequence).to(tl.int64) * (capacity * GROUPS)
-    first += of_list
-    before += of_list
-    most = (capacity + SPLITS - 1) // SPLITS
-    own = ((head * batch + sequence) * SPLITS + split).to(tl.int64) * (most * (GROUPS + 1) + ROWS)
-    key_list += own
-    pooled_rows += own
-    pooled_kinds += own
-    busy = key_list + most * GROUPS + ROWS  # chunks with open groups
-    num_busy = 0
-    num_open = 0
-    num_pooled = 0
-    for begin in range(0, (visible + SPLITS - 1) // SPLITS, BLOCK):
-        turn = begin + tl.arange(0, BLOCK)
-        chunk = turn * SPLITS + (split + turn * ROTATION) % SPLITS
-        is_chunk = chunk < visible
-        group, old, opened = _opened(
-            estimated, sums, first, chunk, is_chunk, sequence, list_head, share, from_token, to_token, position, batch,
-            capacity, heads, tokens, scale, log_threshold, MEMBERS, TILE, GROUPS, UNIT, LOG_GROUP, SCORERS, SPLITS, PADDED
-        )  # fmt: skip
-        is_stored = is_chunk[:, None] & (head == list_head)
+    own = ((block * batch + sequence) * SPLITS + split).to(tl.int64) * ((capacity + SPLITS - 1) // SPLITS)
+    units += own * UNITS
+    active += own * FLAGS
+    num_units = 0
+    for begin in range(0, (visible + SPLITS - 1) // SPLITS, CHUNKS):
+        number = tl.arange(0, CHUNKS * GROUPS)
+        turn_of_group, inside = begin + number // GROUPS, number % GROUPS
+        group = _chunk_of(turn_of_group, split, SPLITS) * GROUPS + inside
+        is_group = group < visible * GROUPS
+        estimate = tl.load(estimated + group[None, :], mask=wants[:, None] & is_group[None, :], other=float("-inf"))
+        is_wanted = tl.reshape(estimate >= bound[:, None], [WANTING, TOKENS, CHUNKS * GROUPS])
+        wanted = tl.min(tl.where(is_wanted, since[None, :, None], 255), 1)
+        if IS_SHARED:
+            wanted = tl.min(wanted, 0)[None, :]
+        wanted = tl.where(group[None, :] == 0, 0, wanted)  # the group of the first key
+        is_byte = is_list[:, None] & is_group[None, :]
+        is_stored = is_byte
+        if IS_SHARED:  # by the first block; the others may read the bytes before or after that, with the same result
+            is_stored = is_byte & (first_member == 0)
+        old = tl.load(first + of_list + group[None, :], mask=is_byte, other=255).to(tl.int32)
         if position % TILE == 0:
-            tl.store(before + group, old.to(tl.uint8), mask=is_stored)
-        tl.store(first + group, opened.to(tl.uint8), mask=is_stored)
-        # Most chunks have no open group, and are one row.
-        is_busy = tl.min(opened, 1) < 255
-        is_root = is_chunk & (is_busy == 0)
-        flags = is_busy.to(tl.int32) | (is_root.to(tl.int32) << 16)
-        rank = tl.cumsum(flags, 0) - flags
-        tl.store(busy + num_busy + (rank & 65535), chunk, mask=is_busy)
-        num_pooled = append_roots(
-            pooled_rows, pooled_kinds, chunk, is_root, num_pooled, rank >> 16, TILE, CHUNK, GROUPS, NODES, LOG_CHUNK
-        )
-        num_busy += tl.sum(is_busy.to(tl.int32), 0)
-    tl.debug_barrier()
-    for begin in range(0, num_busy, BUSY):
-        slot = begin + tl.arange(0, BUSY)
-        chunk = tl.load(busy + slot, mask=slot < num_busy, other=0)
-        is_chunk = slot < num_busy
-        _, _, opened = _opened(
-            estimated, sums, first, chunk, is_chunk, sequence, list_head, share, from_token, to_token, position, batch,
-            capacity, heads, tokens, scale, log_threshold, MEMBERS, TILE, GROUPS, UNIT, LOG_GROUP, SCORERS, SPLITS, PADDED
-        )  # fmt: skip
-        # Lists count queries from the first token on, so that they have no rows for earlier queries alone.
-        opened = tl.where(opened < 255, tl.maximum(opened - position % TILE, 0), 255)
-        num_open, num_pooled = append_chunks(
-            opened, key_list, pooled_rows, pooled_kinds, first, chunk, is_chunk, 0, num_open, num_pooled,
-            TILE, CHUNK, GROUPS, NODES, LOG_GROUP, LOG_NODE, LOG_CHUNK, BUSY, False
-        )  # fmt: skip
-    num_open, num_pooled = pad_lists(key_list, pooled_rows, pooled_kinds, num_open, num_pooled, 0, ENTRIES, ROWS)
+            tl.store(before + of_list + group[None, :], old.to(tl.uint8), mask=is_stored)
+            old = tl.full([LISTS, CHUNKS * GROUPS], 255, tl.int32)
+        opened = tl.where(is_byte, tl.minimum(old, wanted), 255)
+        tl.store(first + of_list + group[None, :], opened.to(tl.uint8), mask=is_stored)
+
+        # Rows of the pages that are active, and the units that have any.
+        of_node = tl.min(tl.reshape(opened, [LISTS, CHUNKS * NODES, GROUPS // NODES]), 2)
+        keys, nodes = _bits(opened, since, HEADS, TOKENS), _bits(of_node, since, HEADS, TOKENS)
+        chunks = _bits(tl.min(tl.reshape(of_node, [LISTS, CHUNKS, NODES]), 2), since, HEADS, TOKENS)
+        above = tl.reshape(tl.broadcast_to(nodes[:, None], [CHUNKS * NODES, GROUPS // NODES]), [CHUNKS * GROUPS])
+        above_nodes = tl.reshape(tl.broadcast_to(chunks[:, None], [CHUNKS, NODES]), [CHUNKS * NODES])
+        node, turn = tl.arange(0, CHUNKS * NODES), begin + tl.arange(0, CHUNKS)
+        turn_of_node = begin + node // NODES
+        is_node = _chunk_of(turn_of_node, split, SPLITS) < visible
+        is_chunk = _chunk_of(turn, split, SPLITS) < visible
+        tl.store(active + turn_of_group * FLAGS + inside, keys, mask=is_group)
+        tl.store(active + turn_of_group * FLAGS + GROUPS + inside, above & ~keys, mask=is_group)
+        tl.store(active + turn_of_node * FLAGS + 2 * GROUPS + node % NODES, above_nodes & ~nodes, mask=is_node)
+        tl.store(active + turn * FLAGS + 2 * GROUPS + NODES, ~chunks, mask=is_chunk)
+        num_units = _append(units, turn_of_group * UNITS + inside, is_group & (keys != 0), num_units)
+        num_units = _append(units, turn_of_node * UNITS + GROUPS + node % NODES, is_node & (nodes != 0), num_units)
+        for last in tl.static_range(GROUPS + NODES, UNITS):
+            num_units = _append(units, turn * UNITS + last, is_chunk, num_units)
     tl.debug_barrier()
 
-    query = row - from_token
-    top = tl.full([TOKENS], float("-inf"), tl.float32)
-    mass = tl.zeros([TOKENS], tl.float32)
-    total = tl.zeros([TOKENS, DV], tl.float32)
-    pooled_bias = tl.load(bias + head) if BIASED else 0.0
-    # Entries are loaded one step ahead, because the addresses of keys and values depend on them.
-    listed = tl.arange(0, ROWS)
-    following, kind = tl.load(pooled_rows + listed), tl.load(pooled_kinds + listed)
-    for begin in range(0, num_pooled, ROWS):
-        rows = following
-        log_count, since, active = interval_of(kind)
-        if BIASED:
-            log_count += pooled_bias
-        ahead = tl.minimum(begin + ROWS, num_pooled - ROWS) + listed
-        following, kind = tl.load(pooled_rows + ahead), tl.load(pooled_kinds + ahead)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    mass = tl.zeros([QUERIES], tl.float32)
+    total = tl.zeros([QUERIES, DV], tl.float32)
+    pooled_bias = tl.load(bias + head, mask=there, other=0.0) if BIASED else 0.0 * mass
+    slot, of_unit = tl.arange(0, ROWS) // SIZE, tl.arange(0, ROWS) % SIZE
+    # Units are loaded one step ahead, because the addresses of keys and values depend on them.
+    following = tl.load(units + slot, mask=slot < num_units, other=0)
+    for begin in range(0, num_units, ROWS // SIZE):
+        turn, inside = following // UNITS, following % UNITS
+        ahead = begin + ROWS // SIZE + slot
+        following = tl.load(units + ahead, mask=ahead < num_units, other=0)
+        of_page = inside * SIZE + of_unit
+        exists = (begin + slot < num_units) & (of_page < PAGE)
+        mean = of_page - CHUNK  # number of a mean; negative for keys
+        is_key = mean < 0
+        flags = tl.load(active + turn * FLAGS + tl.where(is_key, inside, GROUPS + mean), mask=exists, other=0)
+        rows = _chunk_of(turn, split, SPLITS) * PAGE + tl.minimum(of_page, PAGE - 1)
+        log_count = tl.where(mean < GROUPS, LOG_GROUP, tl.where(mean < GROUPS + NODES, LOG_NODE, LOG_CHUNK))
         logit = tl.dot(x, tl.trans(load_rows(k_pages, rows, DIM, DIM, DIM)), input_precision=PRECISION)
-        logit = logit * scale + tl.where(active > 0, log_count, float("-inf"))[None, :]  # −∞ for padding
-        if SEVERAL:
-            logit = tl.where(is_active(query[:, None], since[None, :], active[None, :]), logit, float("-inf"))
+        logit = logit * scale + tl.where(is_key, 0.0, log_count)[None, :]
+        if BIASED:
+            logit += tl.where(is_key[None, :], 0.0, pooled_bias[:, None])
+        logit = tl.where((flags[None, :] >> row[:, None]) & 1 != 0, logit, float("-inf"))
         values = load_rows(v_pages, rows, VALUE_DIM, VALUE_DIM, DV)
         top, mass, total = add_values(logit, values, top, mass, total, 1.0, PRECISION)
-    which = tl.arange(0, ENTRIES)
-    next_opened = tl.load(key_list + which)
-    for begin in range(0, num_open, ENTRIES):
-        opened = next_opened
-        next_opened = tl.load(key_list + tl.minimum(begin + ENTRIES, num_open - ENTRIES) + which)
-        keys, since = rows_of_groups(opened >> 8, SIZE, GROUPS, PAGE), of_members(opened & 255, SIZE)
-        logit = tl.dot(x, tl.trans(load_rows(k_pages, keys, DIM, DIM, DIM)), input_precision=PRECISION)
-        logit = tl.where(query[:, None] >= since[None, :], logit, float("-inf"))
-        values = load_rows(v_pages, keys, VALUE_DIM, VALUE_DIM, DV)
-        top, mass, total = add_values(logit, values, top, mass, total, scale, PRECISION)
     total = total / tl.where(mass > 0, mass, 1.0)[:, None]
-    to = outs + (entry * (SPLITS + 1) + split + 1)[:, None].to(tl.int64) * VALUE_DIM + value_column[None, :]
-    tl.store(to, total, mask=is_value)
-    tl.store(sums + entry * (SCORERS + 1 + SPLITS) + SCORERS + 1 + split, _log_sum(top, mass), mask=there)
+    from_outs = outs + entry * ((SPLITS + 1) * VALUE_DIM)
+    from_sums = sums + entry * (SCORERS + 1 + SPLITS) + SCORERS
+    tl.store(from_outs[:, None] + (split + 1) * VALUE_DIM + value_column[None, :], total, mask=is_value)
+    tl.store(from_sums + split + 1, _log_sum(top, mass), mask=there)
 
-    # The last program of a sequence and head merges all results, in a fixed order.
+    # The last program merges the result of `score` and those of `attend`, in a fixed order.
     tl.debug_barrier()
-    ticket = tl.atomic_add(tickets + head * batch + sequence, 1)
+    ticket = tl.atomic_add(tickets + block * batch + sequence, 1)
     if ticket == SPLITS - 1:
-        tl.store(tickets + head * batch + sequence, 0)
-        part, is_column = tl.arange(0, SPLITS), value_column < VALUE_DIM
-        for token in range(from_token, to_token):
-            query_row = (sequence * tokens + token) * heads + head
-            from_sums = sums + query_row * (SCORERS + 1 + SPLITS) + SCORERS
-            from_outs = outs + query_row.to(tl.int64) * ((SPLITS + 1) * VALUE_DIM) + value_column
-            # The result of `score`, and those of `attend`.
-            near, shares = tl.load(from_sums), tl.load(from_sums + 1 + part, cache_modifier=".cg")
-            near_value = tl.load(from_outs, mask=is_column, other=0.0)
-            from_parts = from_outs[None, :] + (1 + part)[:, None] * VALUE_DIM
-            values = tl.load(from_parts, mask=is_column[None, :], other=0.0, cache_modifier=".cg")
-            largest = tl.maximum(tl.max(shares, 0), near)
-            near, shares = tl.exp2(near - largest), tl.exp2(shares - largest)
-            mean = (near * near_value + tl.sum(shares[:, None] * values, 0)) / (near + tl.sum(shares, 0))
-            to_row = out + query_row.to(tl.int64) * VALUE_DIM + value_column
-            tl.store(to_row, mean.to(out.dtype.element_ty), mask=is_column)
+        tl.store(tickets + block * batch + sequence, 0)
+        of_near = tl.load(from_sums, mask=there, other=0.0)
+        every = tl.arange(0, SPLITS)
+        logs = tl.load(
+            from_sums[:, None] + 1 + every[None, :], mask=there[:, None], other=float("-inf"), cache_modifier=".cg"
+        )
+        largest = tl.maximum(tl.max(logs, 1), of_near)
+        near = tl.exp2(of_near - largest)
+        whole = near + tl.sum(tl.exp2(logs - largest[:, None]), 1)
+        result = near[:, None] * tl.load(from_outs[:, None] + value_column[None, :], mask=is_value, other=0.0)
+        for begin_part in range(1, SPLITS + 1, MERGED):
+            part = begin_part + tl.arange(0, MERGED)
+            log = tl.load(
+                from_sums[:, None] + part[None, :], mask=there[:, None], other=float("-inf"), cache_modifier=".cg"
+            )
+            from_part = from_outs[:, None, None] + part[None, :, None] * VALUE_DIM + value_column[None, None, :]
+            of_part = tl.load(from_part, mask=is_value[:, None, :], other=0.0, cache_modifier=".cg")
+            result += tl.sum(tl.exp2(log - largest[:, None])[:, :, None] * of_part, 1)
+        tl.store(to_out, (result / whole[:, None]).to(out.dtype.element_ty), mask=is_value)
 
 
 @triton.jit
 def close(
-    k_pages, v_pages, scores, order, start, lengths, batch, capacity, tokens,
+    k_pages, v_pages, scores, order, start, lengths, batch, capacity, tokens, after,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr,
     PARTS: tl.constexpr, UNIT: tl.constexpr,
@@ -399,7 +391,7 @@ def close(
     """Cluster and pool the chunk that the tokens complete, if there is one, in place."""
     sequence = tl.program_id(0) % batch
     head = tl.program_id(0) // batch
-    from_token, to_token, position = _tile_of(lengths, sequence, tokens, LATER, TILE)
+    from_token, to_token, position = _tile_of(lengths, sequence, tokens, after, LATER, TILE)
     end = position + to_token - from_token
     chunk = position // CHUNK
     if (from_token == to_token) | (end % CHUNK != 0) | (chunk >= capacity):
@@ -439,22 +431,32 @@ class Step:
     is_aligned: tuple[bool, ...]  # whether q, k, v and the bias start at multiples of 16 bytes
 
     @property
-    def lists(self) -> int:
-        """Number of lists of open groups."""
-        return self.kv_heads if self.rule.share_lists else self.heads
+    def share(self) -> int:
+        """Number of heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def block_heads(self) -> int:
+        """Number of heads of a program of `attend`, rounded up to a power of two."""
+        return min(_power_of_2(self.share), MOST_QUERIES // _power_of_2(self.tokens))
+
+    @property
+    def blocks(self) -> int:
+        """Number of programs of `attend` that share the heads of a key/value head."""
+        return -(-self.share // self.block_heads)
 
     @property
     def scorers(self) -> int:
         """Number of programs of `score` that share the chunks of a sequence and key/value head."""
-        return self._programs(MOST_SCORERS, self.kv_heads)
+        return self._programs(MOST_SCORERS, SCORE_PROGRAMS, self.kv_heads)
 
     @property
     def splits(self) -> int:
-        """Number of programs of `attend` that share the chunks of a sequence and head."""
-        return self._programs(MOST_SPLITS, self.heads)
+        """Number of programs of `attend` that share the chunks of a sequence and block of heads."""
+        return self._programs(MOST_SPLITS, ATTEND_PROGRAMS, self.kv_heads * self.blocks)
 
-    def _programs(self, most: int, heads: int) -> int:
-        wanted = min(most, self.capacity, PROGRAMS // (self.batch * heads))
+    def _programs(self, most: int, programs: int, heads: int) -> int:
+        wanted = min(most, self.capacity, programs // (self.batch * heads))
         return 1 << max(0, wanted.bit_length() - 1)
 
     def chunks_of(self, programs: int) -> int:
@@ -483,55 +485,50 @@ class Launches(NamedTuple):
 @lru_cache(maxsize=256)
 def launches(step: Step) -> tuple[Launches, ...]:
     """Return the launches for the first tile of a step and, if there are several tokens, for the next."""
-    shape, tokens = step.shape, _power_of_2(step.tokens)
+    shape, tokens, share = step.shape, _power_of_2(step.tokens), step.share
     tree = {"TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2]}
-    rows = {"HEADS": max(padded(step.heads // step.kv_heads) // tokens, _power_of_2(step.heads // step.kv_heads))}
     values = {"DIM": step.dim, "VALUE_DIM": step.value_dim, "DV": padded(step.value_dim)}
-    precision = {"PRECISION": "ieee" if step.dtype == torch.float32 else "tf32"}
-    programs = {"SCORERS": step.scorers, "SPLITS": step.splits}
-    log_node = {"LOG_NODE": math.log2(shape.node)}
+    common = {"PRECISION": "ieee" if step.dtype == torch.float32 else "tf32", "ROWS": step.block, "TOKENS": tokens}
+    common |= {**tree, **values, "SCORERS": step.scorers, "SPLITS": step.splits, "LOG_NODE": math.log2(shape.node)}
     spread = step.rule.spread
-    scores = {"PARTS": step.parts, "SPREAD": int(spread) if spread in (0.0, 1.0) else 2, **log_node}
     groups = _power_of_2(step.chunks_of(step.scorers)) * shape.groups
     groups = min(groups, ESTIMATED_BYTES // (step.dim * step.dtype.itemsize))
-    scores |= {"ROWS": step.block, "BLOCK": groups, "BLOCK_NODES": max(8, groups * shape.group // shape.node)}
-    members = _power_of_2(step.heads // step.lists)
-    listing = {
-        "LOG_GROUP": math.log2(shape.group),
-        **log_node,
-        "LOG_CHUNK": math.log2(shape.chunk),
-        "ROWS": step.block,
-        "ENTRIES": step.block // shape.group,
-        "BLOCK": max(1, min(_power_of_2(step.chunks_of(step.splits)), OPENED_GROUPS // (shape.groups * members))),
-        "BUSY": max(1, min(_power_of_2(step.chunks_of(step.splits)), LISTED_GROUPS // (shape.groups * members))),
-        "PADDED": _power_of_2(step.scorers + 1),
+    scoring = {
+        "HEADS": max(padded(share) // tokens, _power_of_2(share)),
+        "PARTS": step.parts,
+        "SPREAD": int(spread) if spread in (0.0, 1.0) else 2,
+        "BLOCK": groups,
+        "BLOCK_NODES": max(8, groups * shape.group // shape.node),
     }
-    selecting = {"MEMBERS": members, "UNIT": unit_of(step.scores)}
-    sizes = (step.batch, step.capacity, step.heads, step.kv_heads, step.lists, step.tokens, *step.strides)
+    wanting = _power_of_2(share) if step.rule.share_lists else step.block_heads
+    queries = padded(step.block_heads * tokens)
+    chunks = max(1, min(_power_of_2(step.chunks_of(step.splits)), OPENED // (wanting * tokens * shape.groups)))
+    attending = {
+        "BLOCKS": step.blocks,
+        "HEADS": step.block_heads,
+        "QUERIES": queries,
+        "WANTING": wanting,
+        "LISTS": 1 if step.rule.share_lists else wanting,
+        "UNIT": unit_of(step.scores),
+        "BIASED": step.biased,
+        "LOG_GROUP": math.log2(shape.group),
+        "LOG_CHUNK": math.log2(shape.chunk),
+        "CHUNKS": chunks,
+        "PADDED": _power_of_2(step.scorers + 1),
+        "MERGED": max(1, min(step.splits, MERGED // (queries * padded(step.value_dim)))),
+    }
+    sizes = (step.batch, step.capacity, step.heads, step.kv_heads, step.tokens, *step.strides)
     key = step.dtype, step.scores, compiled_for(*sizes), step.is_aligned
     pipeline = {} if step.width <= WIDEST else {"num_stages": 1}
-    result = []
-    for later in (False, True) if step.tokens > 1 else (False,):
-        common = {"LATER": later, **tree}
-        score = {**common, **rows, "TOKENS": tokens, **values, **scores, **precision, **programs, **SCORE, **pipeline}
-        attend = {
-            **common,
-            **selecting,
-            "TOKENS": padded(tokens),
-            "SEVERAL": tokens > 1,
-            **values,
-            "BIASED": step.biased,
-            **listing,
-        }
-        close = constants_of(shape, step.dim, step.value_dim, step.windows, step.scores, step.parts)
-        result.append(
-            Launches(
-                Prepared(_score, key, score),
-                Prepared(_attend, key, {**attend, **precision, **programs, **ATTEND, **pipeline}),
-                Prepared(_close, key, {"LATER": later, "TILE": shape.tile, **close}),
-            )
+    closing = constants_of(shape, step.dim, step.value_dim, step.windows, step.scores, step.parts)
+    return tuple(
+        Launches(
+            Prepared(_score, key, {"LATER": later, **common, **scoring, **SCORE, **pipeline}),
+            Prepared(_attend, key, {"LATER": later, **common, **attending, **ATTEND, **pipeline}),
+            Prepared(_close, key, {"LATER": later, "TILE": shape.tile, **closing}),
         )
-    return tuple(result)
+        for later in ((False, True) if step.tokens > 1 else (False,))
+    )
 
 
 def _power_of_2(number: int) -> int:
@@ -561,6 +558,18 @@ class Decode:
             lengths: `[batch]` int32 number of tokens of every sequence, with the new ones.
         """
         q, k, v = (last_stride_1(x) for x in (q, k, v))
+        tokens, most = q.shape[1], max(1, MOST_QUERIES // _power_of_2(q.shape[2] // k.shape[2]))
+        pieces = [slice(begin, min(begin + most, tokens)) for begin in range(0, tokens, most)]
+        out = [
+            self._attend(layer, q[:, piece], k[:, piece], v[:, piece], lengths, tokens - piece.stop, options)
+            for piece in pieces
+        ]
+        return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+    def _attend(
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, after: int, options: AttendOptions
+    ) -> Tensor:
+        """Attend with some of the new tokens; `after` is the number of those that follow."""
         scores, first, threshold = layer["scores"], layer["first"], self.rule.threshold
         assert threshold is not None
         bias = lengths if options.bias is None else (options.bias.float() * LOG2_E).expand(q.shape[2]).contiguous()
@@ -569,25 +578,24 @@ class Decode:
             v.shape[3], q.dtype, scores.dtype, scores.shape[4], options.bias is not None,
             (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), tuple(x.data_ptr() % 16 == 0 for x in (q, k, v, bias)),
         )  # fmt: skip
-        estimated, outs, sums, tickets, *listed = self._allocated(step, q.device)
+        estimated, outs, sums, tickets, units, active = self._allocated(step, q.device)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         batch, kv_heads = step.batch, step.kv_heads
-        sizes, of_q = (batch, step.capacity, step.heads, kv_heads), step.strides[:3]
+        sizes = batch, step.capacity, step.heads, kv_heads, step.tokens, after
         scale = options.scale * LOG2_E
         pages = layer["k"], layer["v"]
         order, start = layer.get("time", scores), start_of(step.dim, q.device)
         for run in launches(step):
             run.score(
                 batch * kv_heads * (step.scorers + 1),
-                (q, k, v, *pages, scores, lengths, estimated, outs, sums, *sizes, step.tokens, *step.strides, scale,
-                 self.rule.spread),
-            )  # fmt: skip
+                (q, k, v, *pages, scores, lengths, estimated, outs, sums, *sizes, *step.strides, scale, self.rule.spread),
+            )
             run.attend(
-                batch * step.heads * step.splits,
-                (q, *pages, lengths, estimated, first, layer["before"], *listed, bias, outs, sums, tickets, out, *sizes,
-                 step.lists, step.tokens, *of_q, scale, math.log2(threshold)),
+                batch * kv_heads * step.blocks * step.splits,
+                (q, *pages, lengths, estimated, first, layer["before"], units, active, bias, outs, sums, tickets, out,
+                 *sizes, *step.strides[:3], scale, math.log2(threshold)),
             )  # fmt: skip
-            run.close(batch * kv_heads, (*pages, scores, order, start, lengths, batch, step.capacity, step.tokens))
+            run.close(batch * kv_heads, (*pages, scores, order, start, lengths, batch, step.capacity, step.tokens, after))
         return out
 
     @property
@@ -602,14 +610,15 @@ class Decode:
         if key not in self._memory:
             # Caches of other sizes are not used again, except for steps of one and of several tokens in turn.
             self._memory = {other: x for other, x in self._memory.items() if other[:-1] == key[:-1]}
-            rows, splits = step.batch * step.heads * tokens, step.splits
-            entries = step.chunks_of(splits) * (step.shape.groups + 1) + ROWS  # of a program
+            rows, blocks, shape = step.batch * step.heads * tokens, step.batch * step.kv_heads * step.blocks, step.shape
+            chunks = blocks * step.splits * step.chunks_of(step.splits)
             with torch.inference_mode(False):
                 self._memory[key] = (
-                    torch.empty(rows, step.capacity * step.shape.groups, device=device),
-                    torch.empty(rows, splits + 1, step.value_dim, device=device),
-                    torch.empty(rows, step.scorers + 1 + splits, device=device),
-                    torch.zeros(step.batch * step.heads, dtype=torch.int32, device=device),
-                    *torch.empty(3, step.batch * step.heads * splits * entries, dtype=torch.int32, device=device),
+                    torch.empty(rows, step.capacity * shape.groups, device=device),
+                    torch.empty(rows, step.splits + 1, step.value_dim, device=device),
+                    torch.empty(rows, step.scorers + 1 + step.splits, device=device),
+                    torch.zeros(blocks, dtype=torch.int32, device=device),
+                    torch.empty(chunks * -(-shape.page // shape.group), dtype=torch.int32, device=device),
+                    torch.empty(chunks * (shape.page - shape.chunk + shape.groups), dtype=torch.int32, device=device),
                 )
         return self._memory[key]
