@@ -70,7 +70,7 @@ class Conversion:
         """Put caches of trees into an empty cache, or into a new one if the caller asks for a cache and passes none."""
         from transformers.cache_utils import DynamicCache
 
-        from hsa.huggingface.cache import cache_trees
+        from hsa.huggingface.cache import MAX_LENGTH, cache_trees
 
         cache = options.get("past_key_values")
         asks = options.get("use_cache") and options.get("encoder_hidden_states") is None and not arguments[1:]
@@ -78,7 +78,7 @@ class Conversion:
             cache = DynamicCache(config=module.config.get_text_config(decoder=True))
         if cache is None or torch.is_grad_enabled():  # outputs of a cache of trees have no gradient
             return None
-        cache_trees(cache, self.tree_caches)
+        cache_trees(cache, self.tree_caches, MAX_LENGTH.get())
         return arguments, {**options, "past_key_values": cache}
 
     @torch.compiler.disable

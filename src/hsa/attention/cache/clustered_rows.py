@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.operator import cluster
 from hsa.attention.clustered.why_not import why_not_cluster
 from hsa.attention.kernels import available
+from hsa.tree.lasting import lasting
 
 Layer = dict[str, Tensor]
 
@@ -105,10 +107,10 @@ class Rows:
         if not self.why_not_cluster:
             from hsa.attention.clustered.triton.cluster import cluster_pages
 
-            capacity = layer["k"].shape[2]
-            pages = torch.tensor([s * capacity + n for s, n in chunks], dtype=torch.int32).to(self.device)
             with available.device_of(layer["k"]):
-                cluster_pages(as_keys(layer, [], self.shape), pages)
+                cluster_pages(
+                    as_keys(layer, [], self.shape), page_numbers(tuple(chunks), layer["k"].shape[2], self.device)
+                )
             return
         at = chunk_index(chunks, self.device)
         k, v = (layer[name][at][:, :, : self.shape.chunk].flatten(1, 2).transpose(0, 1) for name in "kv")
@@ -136,6 +138,43 @@ class Rows:
             limit = torch.finfo(dtype).max
             stacked = (stacked.float() * UNIT).clamp_(-limit, limit)
         return stacked.to(dtype).view(*pages.shape[:-2], self.shape.branching[2], *stacked.shape[2:])
+
+
+class Arrivals(NamedTuple):
+    """Where new tokens are stored.
+
+    Attributes:
+        rows: `[tokens]` row of each new key among the pages of all sequences.
+        completed: Sequence and number of the chunks that the tokens complete.
+    """
+
+    rows: Tensor
+    completed: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=4)  # all layers of a model need the same
+def arrivals_of(
+    before: tuple[int, ...], lengths: tuple[int, ...], shape: Shape, capacity: int, device: torch.device
+) -> Arrivals:
+    """Return where the tokens are stored with which sequences grow to these lengths."""
+    chunk, new = shape.chunk, np.subtract(lengths, before)
+    sequence = np.repeat(np.arange(len(new)), new)
+    slot = np.arange(len(sequence)) + np.repeat(np.array(before) - np.cumsum(new) + new, new)
+    rows = (sequence * capacity + slot // chunk) * shape.page + slot % chunk
+    completed = (
+        (i, number)
+        for i, (first, last) in enumerate(zip(before, lengths, strict=True))
+        for number in range(first // chunk, last // chunk)
+    )
+    with lasting():
+        return Arrivals(torch.from_numpy(rows).to(device), tuple(completed))
+
+
+@lru_cache(maxsize=4)
+def page_numbers(chunks: tuple[tuple[int, int], ...], capacity: int, device: torch.device) -> Tensor:
+    """Return `[chunks]` int32 the pages of chunks, given as sequence and number."""
+    with lasting():
+        return torch.tensor([i * capacity + n for i, n in chunks], dtype=torch.int32).to(device)
 
 
 def as_keys(layer: Layer, chunks: Sequence[int], shape: Shape) -> ClusteredKeys:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from hsa.attention.cache.clustered_rows import Layer, Rule
 from hsa.attention.cache.interface import AttendOptions
+from hsa.attention.cache.step_memory import StepMemory
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.triton.attend import add_values
 from hsa.attention.clustered.triton.cluster import cluster_chunk, constants_of, start_of, unit_of
@@ -542,11 +543,11 @@ class Decode:
         shape: Sizes of the trees.
         rule: Rule by which queries select groups; it has a threshold.
         windows: Whether keys stay in their order.
+        memory: Memory for estimates, partial results, tickets and lists.
     """
 
-    def __init__(self, shape: Shape, rule: Rule, windows: bool):
-        self.shape, self.rule, self.windows = shape, rule, windows
-        self._memory: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by the sizes of a step
+    def __init__(self, shape: Shape, rule: Rule, windows: bool, memory: StepMemory):
+        self.shape, self.rule, self.windows, self.memory = shape, rule, windows, memory
 
     def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, options: AttendOptions) -> Tensor:
         """Store new tokens and return their attention `[batch, tokens, heads, value_dim]`.
@@ -588,32 +589,41 @@ class Decode:
         for run in launches(step):
             run.score(
                 batch * kv_heads * (step.scorers + 1),
-                (q, k, v, *pages, scores, lengths, estimated, outs, sums, *sizes, *step.strides, scale, self.rule.spread),
+                (
+                    q,
+                    k,
+                    v,
+                    *pages,
+                    scores,
+                    lengths,
+                    estimated,
+                    outs,
+                    sums,
+                    *sizes,
+                    *step.strides,
+                    scale,
+                    self.rule.spread,
+                ),
             )
             run.attend(
                 batch * kv_heads * step.blocks * step.splits,
                 (q, *pages, lengths, estimated, first, layer["before"], units, active, bias, outs, sums, tickets, out,
                  *sizes, *step.strides[:3], scale, math.log2(threshold)),
             )  # fmt: skip
-            run.close(batch * kv_heads, (*pages, scores, order, start, lengths, batch, step.capacity, step.tokens, after))
+            run.close(
+                batch * kv_heads, (*pages, scores, order, start, lengths, batch, step.capacity, step.tokens, after)
+            )
         return out
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of its memory."""
-        return sum(x.nbytes for tensors in self._memory.values() for x in tensors)
-
     def _allocated(self, step: Step, device: torch.device) -> tuple[Tensor, ...]:
-        """Return memory for estimates, partial results, tickets and lists, which all layers share."""
+        """Return memory for estimates, partial results, tickets and lists."""
         tokens = _power_of_2(step.tokens)
-        key = step.batch, step.capacity, step.heads, step.value_dim, tokens
-        if key not in self._memory:
-            # Caches of other sizes are not used again, except for steps of one and of several tokens in turn.
-            self._memory = {other: x for other, x in self._memory.items() if other[:-1] == key[:-1]}
+
+        def allocate() -> tuple[Tensor, ...]:
             rows, blocks, shape = step.batch * step.heads * tokens, step.batch * step.kv_heads * step.blocks, step.shape
             chunks = blocks * step.splits * step.chunks_of(step.splits)
             with torch.inference_mode(False):
-                self._memory[key] = (
+                return (
                     torch.empty(rows, step.capacity * shape.groups, device=device),
                     torch.empty(rows, step.splits + 1, step.value_dim, device=device),
                     torch.empty(rows, step.scorers + 1 + step.splits, device=device),
@@ -621,4 +631,6 @@ class Decode:
                     torch.empty(chunks * -(-shape.page // shape.group), dtype=torch.int32, device=device),
                     torch.empty(chunks * (shape.page - shape.chunk + shape.groups), dtype=torch.int32, device=device),
                 )
-        return self._memory[key]
+
+        sizes = step.batch, step.capacity, step.heads, step.kv_heads, step.value_dim, *step.shape.branching, tokens
+        return self.memory.get(sizes, allocate)
