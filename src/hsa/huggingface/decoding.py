@@ -71,9 +71,9 @@ class DecodingStep:
     @property
     def max_length(self) -> int:
         """Maximum number of positions per sequence."""
-        return next(
-            layer.max_length for layer in self.cache.layers if isinstance(layer, CacheLayer) and layer.max_length
-        )
+        most = next(layer.max_length for layer in self.cache.layers if isinstance(layer, (CacheLayer, FixedLayer)))
+        assert most is not None
+        return most
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -133,18 +133,19 @@ class DecodingStep:
 def _check(cache: Any) -> Tensor:
     """Check that a cache fits, and return the mask of its tokens `[batch, seen]`."""
     fix = "Make it with hsa.huggingface.new_cache(model, max_length=…), and read the prompt in a forward pass"
-    if type(cache) is not DynamicCache or not any(isinstance(layer, CacheLayer) for layer in cache.layers):
+    layers = cache.layers if type(cache) is DynamicCache else []
+    trees = [layer for layer in layers if isinstance(layer, CacheLayer)]
+    whole = [layer for layer in layers if isinstance(layer, FixedLayer) and not layer.is_sliding]
+    if not trees and not whole:
         raise InvalidInput("cache", expected="a cache of trees", got=type(cache).__name__, fix=fix)
-    trees = [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
     if any(layer.max_length is None for layer in trees):
         raise InvalidInput("cache", expected="one with max_length", got="one that grows", fix=fix)
-    if any(layer.mask is None for layer in trees):
-        raise InvalidInput("cache", expected="the tokens of a prompt", got="an empty cache", fix=fix)
-    other = next((x for x in cache.layers if not isinstance(x, (CacheLayer, DynamicLayer, FixedLayer))), None)
+    other = next((x for x in layers if not isinstance(x, (CacheLayer, DynamicLayer, FixedLayer))), None)
     if other is not None:
         raise Unsupported(f"a step cannot use a cache with a {type(other).__name__}")
-    mask = trees[0].mask
-    assert mask is not None
+    mask = trees[0].mask if trees else whole[0].is_token[:, : whole[0].seen]
+    if mask is None:
+        raise InvalidInput("cache", expected="the tokens of a prompt", got="an empty cache", fix=fix)
     if mask.is_cuda and any(not isinstance(layer.tokens, ClusteredCache) for layer in trees):
         raise Unsupported("steps over windows of keys without threshold or top_k cannot be recorded as a CUDA graph")
     return mask
