@@ -168,12 +168,9 @@ class CacheLayer(CacheLayerMixin):
         self.mask = sequences.mask
         if self.tokens is None:
             self.tokens = self._empty(key, value)
-            self.tokens.begin(sequences.keys.lengths)
-        else:
-            assert isinstance(self.tokens, ClusteredCache)
-            self.tokens.extend(sequences.queries.lengths)
         tokens, rows = self.tokens, sequences.queries
         assert isinstance(tokens, ClusteredCache)
+        tokens.extend(rows.lengths)
         q, k, v = (rows.pack(x.detach().to(tokens.dtype)) for x in (call.query, key, value))
         out = tokens.attend_prompts(0, q, k, v, pooled_bias=bias_of(self.settings, q.device), scale=call.scale)
         return Output(rows.unpack(out.to(call.query.dtype)).transpose(1, 2))

@@ -111,9 +111,10 @@ class ClusteredCache(Cache):
         self._decode = self.backend.run(self)
         self._lengths = [0] * self.batch
         self._before = self._lengths  # lengths without the pending tokens
-        self._length = torch.tensor(self._lengths, dtype=torch.int32, device=self.device)  # graphs keep its address
+        with torch.inference_mode(False):  # graphs keep its address
+            self._length = torch.zeros(self.batch, dtype=torch.int32, device=self.device)
         self._was_captured = False  # whether replays may have added tokens that the host has not counted
-        chunks = -(-(max_length or 1) // self.shape.chunk)
+        chunks = -(-(max_length or 0) // self.shape.chunk)
         self._stored: list[Layer] = [self._empty(chunks, lists=0) for _ in range(self.layers)]
 
     def __repr__(self) -> str:
@@ -131,7 +132,10 @@ class ClusteredCache(Cache):
         self._lengths = lengths
         if len(lengths) != len(self._length):
             self._length = self._length.new_empty(len(lengths))
-        self._length.copy_(torch.tensor(lengths, dtype=torch.int32))
+        if len(set(lengths)) == 1:
+            self._length.fill_(lengths[0])
+        else:
+            self._length.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
 
     # Prompts
 
@@ -474,8 +478,9 @@ class ClusteredCache(Cache):
             return
         for number, stored in enumerate(self._stored):
             larger = self._empty(max(need, have + have // SPARE), len(stored["first"]))
-            for name, rows in stored.items():
-                larger[name][:, :, :have] = rows
+            if have:
+                for name, rows in stored.items():
+                    larger[name][:, :, :have] = rows
             self._stored[number] = larger
 
     def _lists(self, heads: int) -> int:
