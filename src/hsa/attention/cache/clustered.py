@@ -440,7 +440,7 @@ class ClusteredCache(Cache):
     def _loaded_layer(self, layer: Layer) -> Layer:
         loaded = {name: layer[name].to(self.device, copy=True) for name in self.rows.tensors("sequences")}
         if (loaded["scores"].dtype, loaded["scores"].shape[4]) != self.rows.scores:
-            loaded["scores"] = self.rows.scores_of_pages(loaded["k"])
+            loaded["scores"] = self.rows.scores_of_pages(loaded["k"], loaded["k"][:, :, :1, -1])
         return loaded
 
     def _settings(self) -> dict[str, Any]:

@@ -121,16 +121,23 @@ class Rows:
         """Write clustered keys as complete chunks, given as sequence and number."""
         at = chunk_index(chunks, self.device)
         written = {"k": keys.k, "v": keys.v, "scores": keys.scores, "time": keys.order}
-        if (keys.scores.dtype, keys.scores.shape[3]) != self.scores:
-            written["scores"] = self.scores_of_pages(keys.k)
         for name, x in written.items():
-            if x is not None:
+            if x is not None and x.shape[3:] == layer[name].shape[4:]:
                 layer[name][at] = x.to(layer[name].dtype)
+        if (keys.scores.dtype, keys.scores.shape[3]) != self.scores:
+            layer["scores"][at] = self.scores_of_pages(keys.k, layer["k"][at[0], at[1], 0, -1])
 
-    def scores_of_pages(self, pages: Tensor) -> Tensor:
-        """Return the scores of pages `[heads, …, rows, dim]` of keys, in the form that this cache has."""
+    def scores_of_pages(self, pages: Tensor, centres: Tensor) -> Tensor:
+        """Return the scores of pages of keys, in the form that this cache has.
+
+        Args:
+            pages: `[heads, …, rows, dim]`.
+            centres: `[heads, …, dim]` mean of the first chunk of the sequence of each page.
+        """
         dtype, parts = self.scores
         keys, means, _, _ = levels_of(pages.flatten(1, -3), self.shape)
+        if parts == 2:
+            means = means - centres.expand(*pages.shape[:-2], -1).flatten(1, -2)[:, :, None]
         groups = keys.flatten(1, 2).unflatten(1, (-1, self.shape.group))
         spread = spreads_of(groups).unflatten(1, (-1, self.shape.branching[1]))
         stacked = torch.stack([means.reshape(spread.shape), spread][-parts:], 2)

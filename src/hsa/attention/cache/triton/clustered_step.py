@@ -34,8 +34,8 @@ from hsa.attention.cache.interface import AttendOptions
 from hsa.attention.cache.step_memory import StepMemory
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.triton.attend import add_values
-from hsa.attention.clustered.triton.cluster import cluster_chunk, constants_of, start_of, unit_of
-from hsa.attention.clustered.triton.select import add_mass, estimates, load_groups
+from hsa.attention.clustered.triton.cluster import centre_of, cluster_chunk, constants_of, start_of, unit_of
+from hsa.attention.clustered.triton.select import add_mass, estimates, load_groups, relative_to
 from hsa.attention.clustered.triton.tiles import load_rows
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for, last_stride_1
@@ -225,7 +225,7 @@ def attend(
     LISTS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr,
     BIASED: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, SCORERS: tl.constexpr, SPLITS: tl.constexpr,
-    PADDED: tl.constexpr, MERGED: tl.constexpr,
+    PADDED: tl.constexpr, MERGED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Open the groups of some chunks that the tokens want, and attend to the rows of these chunks.
 
@@ -265,7 +265,13 @@ def attend(
     wants = (wanting // TOKENS < num_wanting) & (of_token >= from_token) & (of_token < to_token)
     parts = ((sequence * tokens + of_token) * heads + of_head) * (SCORERS + 1 + SPLITS)
     bound = _log_sum_of_parts(sums, parts, wants, SCORERS, PADDED)
-    bound = tl.where(wants, (bound + log_threshold - LOG_GROUP) / scale * UNIT, float("inf"))
+    bound = (bound + log_threshold - LOG_GROUP) / scale
+    if PARTS == 2:
+        of_wanting = q + sequence * q_batch + of_token * q_token + of_head * q_head
+        x_wanting = tl.load(of_wanting[:, None] + column[None, :], mask=wants[:, None], other=0.0)
+        first_page = (kv_head * batch + sequence).to(tl.int64) * capacity
+        bound -= relative_to(x_wanting, k_pages + ((first_page + 1) * (CHUNK + GROUPS + NODES + 1) - 1) * DIM, DIM)
+    bound = tl.where(wants, bound * UNIT, float("inf"))
     estimated += ((of_head.to(tl.int64) * batch + sequence) * tokens + of_token)[:, None] * (capacity * GROUPS)
     since = position % TILE + tl.arange(0, TOKENS) - from_token  # rows of the tokens in their tile
     listed = tl.arange(0, LISTS)
@@ -401,9 +407,15 @@ def close(
     PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
     k_pages += page * (PAGE * DIM)
     v_pages += page * (PAGE * VALUE_DIM)
+    if PARTS == 2:
+        if chunk == 0:
+            to = k_pages + (PAGE - 1) * DIM + tl.arange(0, DIM)
+            tl.store(to, centre_of(k_pages, DIM, CHUNK, DIM).to(k_pages.dtype.element_ty))
+            tl.debug_barrier()
     cluster_chunk(
         k_pages, v_pages, DIM, VALUE_DIM, k_pages, v_pages, scores + page * (GROUPS * PARTS * DIM), order + page * CHUNK,
-        start, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, PARTS, UNIT
+        start, k_pages - chunk.to(tl.int64) * (PAGE * DIM), chunk == 0, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS,
+        ITERATIONS, PARTS, UNIT
     )  # fmt: skip
 
 
@@ -511,6 +523,7 @@ def launches(step: Step) -> tuple[Launches, ...]:
         "WANTING": wanting,
         "LISTS": 1 if step.rule.share_lists else wanting,
         "UNIT": unit_of(step.scores),
+        "PARTS": step.parts,
         "BIASED": step.biased,
         "LOG_GROUP": math.log2(shape.group),
         "LOG_CHUNK": math.log2(shape.chunk),

@@ -216,7 +216,7 @@ def _bound_kernel(
         return Prepared(_largest, (key, scores.dtype, compiled_for(number)), constants)
     block, launch = sizes.step(sizes.dim * sizes.bytes, shape.tile, 64)
     constants |= {"CAUSAL": layout.causal, "LOG_NODE": math.log2(shape.node), "LOG_GROUP": math.log2(shape.group)}
-    return Prepared(_normalizers, key, {**constants, "BLOCK": block, **launch})
+    return Prepared(_normalizers, key, {**constants, "PARTS": scores.parts, "BLOCK": block, **launch})
 
 
 @lru_cache(maxsize=512)
