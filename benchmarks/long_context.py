@@ -232,8 +232,8 @@ def decode(decoder: Decoder, options: argparse.Namespace) -> None:
         f"{_model(decoder, options)}, after {options.length:,} tokens; the sequences of a batch are copies. Times of a step "
         f"of the whole model, medians of {STEPS} steps that follow the text: called from Python, and as a CUDA graph "
         "(tokens/s are those of the graph). Attention: all layers alone, as a CUDA graph; compared with SDPA as "
-        "transformers calls it, and with the fastest exact kernel (SDPA's flash and cuDNN kernels, and matrix products, with the query "
-        "heads of a key/value head as rows). Memory of the cache, relative to a flat cache."
+        "transformers calls it, and with the fastest exact kernel (SDPA's flash and cuDNN kernels, and matrix products, "
+        "with the query heads of a key/value head as rows). Memory of the cache, relative to a flat cache."
     )
     _write("decode", "Writing after a long text", header, rows, notes, options)
 
