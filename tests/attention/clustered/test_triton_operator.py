@@ -165,7 +165,7 @@ def test_cuda_graph():
 @pytest.mark.gpu
 @pytest.mark.parametrize("mean", [0.0, 60.0])
 def test_scores_in_8_bits_open_almost_the_same_groups(mean):
-    """Also where keys have a large mean in some channels, as those of Qwen2.5 have."""
+    """Keys may have a large mean in some channels, as those of Qwen2.5 have."""
     q, k, v = inputs([3000], None, (4, 2, 64, 64), torch.bfloat16)
     k[:, :, 5:8] += mean
     keys = hsa.cluster(k, v, [3000])

@@ -148,7 +148,7 @@ class Rows:
 
 
 class Arrivals(NamedTuple):
-    """Where new tokens are stored.
+    """Rows of new tokens, and the chunks that they complete.
 
     Attributes:
         rows: `[tokens]` row of each new key among the pages of all sequences.
@@ -163,7 +163,7 @@ class Arrivals(NamedTuple):
 def arrivals_of(
     before: tuple[int, ...], lengths: tuple[int, ...], shape: Shape, capacity: int, device: torch.device
 ) -> Arrivals:
-    """Return where the tokens are stored with which sequences grow to these lengths."""
+    """Return the rows of the tokens with which sequences grow to these lengths."""
     chunk, new = shape.chunk, np.subtract(lengths, before)
     sequence = np.repeat(np.arange(len(new)), new)
     slot = np.arange(len(sequence)) + np.repeat(np.array(before) - np.cumsum(new) + new, new)
