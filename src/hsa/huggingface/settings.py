@@ -33,7 +33,7 @@ class LayerSettings:
     tree: str | Callable[..., Any] | None = None  # None means "windows", unless kind is "clustered"
     branching: tuple[int, ...] | None = None
     near: int = 0
-    threshold: float | None = None
+    threshold: float | tuple[float, ...] | None = None  # a tuple has one number per query head
     top_k: int | None = None
     pooled_bias: float | tuple[float, ...] = 0.0
     sinks: int | str | None = 1
@@ -135,7 +135,8 @@ class LayerSettings:
         bias = values["pooled_bias"]
         saved = [_number_to_json(b) for b in bias] if isinstance(bias, tuple) else _number_to_json(bias)
         branching = None if self.branching is None else list(self.branching)
-        return {**values, "branching": branching, "pooled_bias": saved}
+        threshold = list(self.threshold) if isinstance(self.threshold, tuple) else self.threshold
+        return {**values, "branching": branching, "threshold": threshold, "pooled_bias": saved}
 
     @classmethod
     def from_json(cls, where: str, values: Any) -> LayerSettings:
@@ -155,7 +156,7 @@ class LayerSettings:
 def _resolve(settings: LayerSettings, causal: bool) -> LayerSettings:
     if settings.uses_tiles(causal):
         from hsa.attention.clustered.layout import BRANCHING, TILE, Shape
-        from hsa.attention.clustered.operator import THRESHOLD
+        from hsa.attention.clustered.threshold import THRESHOLD
 
         shape = Shape.of(settings.branching or BRANCHING, settings.tile or TILE, causal=True)
         threshold = THRESHOLD if settings.top_k is None and settings.threshold is None else settings.threshold
@@ -262,8 +263,8 @@ def _check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
     return check_count(name, value, expected, minimum)
 
 
-def _check_threshold(threshold: Any) -> float:
-    from hsa.attention.clustered.operator import check_threshold
+def _check_threshold(threshold: Any) -> float | tuple[float, ...]:
+    from hsa.attention.clustered.threshold import check_threshold
 
     return check_threshold(threshold)
 

@@ -17,6 +17,8 @@ CASES = {
     "threshold": (SMALL | {"threshold": 0.05}, (2, 2, 16, 16)),
     "grouped heads": (SMALL | {"threshold": 0.1, "spread": 0.4}, (6, 2, 16, 32)),
     "shared lists": (SMALL | {"threshold": 0.1, "share_lists": True}, (4, 2, 16, 16)),
+    "per head": (SMALL | {"threshold": (0.1, 1.0, 0.02, 0.3, 0.01, 0.05)}, (6, 2, 16, 32)),
+    "shared lists per head": (SMALL | {"threshold": (0.1, 1.0, 0.02, 0.3), "share_lists": True}, (4, 2, 16, 16)),
     "windows": (SMALL | {"threshold": 0.05, "windows": True, "spread": 0.0, "tile": 32}, (2, 1, 32, 48)),
     "nothing": (SMALL | {"threshold": 1.0}, (1, 1, 16, 16)),
     "many heads": (SMALL | {"threshold": 0.05}, (37, 1, 16, 16)),
@@ -96,7 +98,7 @@ def test_from_the_first_token():
         text.step()
 
 
-@pytest.mark.parametrize("name", ["threshold", "grouped heads", "shared lists", "many heads of a list"])
+@pytest.mark.parametrize("name", ["threshold", "grouped heads", "shared lists", "many heads of a list", "per head"])
 def test_several_tokens_at_once(name):
     """Tokens may cross the border of a tile or of a chunk."""
     text = Text([165, 170], *CASES[name])

@@ -23,6 +23,13 @@ CASES = {
         (4, 2, 16, 48),
         {"causal": True, "threshold": 1 / 32, "share_lists": True, "pooled_bias": -0.5},
     ),
+    "per head": ([513, 40], None, (4, 2, 16, 16), {"causal": True, "threshold": (1 / 4, 1 / 32, 1.0, 1 / 128)}),
+    "per head, shared": (
+        [513, 40],
+        None,
+        (4, 2, 16, 16),
+        {"causal": True, "threshold": (1 / 4, 1 / 32, 1.0, 1 / 128), "share_lists": True},
+    ),
     "others": ([513, 40, 300], [70, 3, 0], (4, 2, 32, 48), {"threshold": 1 / 64}),
     "top_k": ([700], None, (2, 2, 16, 16), {"causal": True, "top_k": 5}),
     "nothing": ([700], None, (2, 2, 16, 16), {"causal": True, "top_k": 0}),
@@ -76,6 +83,15 @@ def test_selections_agree(case):
         for backend in ("triton", "torch")
     )
     assert (first != wanted).float().mean() < 1e-3  # estimates that are equal up to rounding
+
+
+@pytest.mark.parametrize("share_lists", [False, True])
+def test_equal_thresholds_of_all_heads_are_one_threshold(share_lists):
+    q, k, v = inputs([330], None, (4, 2, 16, 16))
+    options = {"causal": True, "share_lists": share_lists, "backend": "triton"}
+    wanted = hsa.clustered_attention(q, k, v, threshold=0.1, **options)
+    for threshold in ([0.1] * 4, torch.full((4,), 0.1, dtype=torch.float64, device=DEVICE)):
+        assert torch.equal(hsa.clustered_attention(q, k, v, threshold=threshold, **options), wanted)
 
 
 def test_values_that_are_not_finite_stay_in_their_sequence():

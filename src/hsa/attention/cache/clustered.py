@@ -27,6 +27,7 @@ from hsa.attention.clustered.keys import ClusteredKeys, check_keys, clustering_o
 from hsa.attention.clustered.layout import BRANCHING, TILE, Shape, layout_of
 from hsa.attention.clustered.operator import check_rule, clustered_attention, select_groups
 from hsa.attention.clustered.selection import NEVER, TileSelection
+from hsa.attention.clustered.threshold import check_number_of_heads
 from hsa.attention.clustered.why_not import why_not_tile
 from hsa.attention.dispatch import Backend, choose
 from hsa.attention.kernels import available
@@ -90,7 +91,7 @@ class ClusteredCache(Cache):
         *,
         branching: Sequence[int] = BRANCHING,
         tile: int = TILE,
-        threshold: float | None = None,
+        threshold: float | Sequence[float] | Tensor | None = None,
         top_k: int | None = None,
         spread: float = 1.0,
         share_lists: bool = False,
@@ -220,6 +221,7 @@ class ClusteredCache(Cache):
                 got=f"{q.dtype} of shape {tuple(q.shape)}",
                 expected=f"{self.dtype} of shape ({len(k)}, a multiple of {self.kv_heads} heads, {self.head_dim})",
             )
+        check_number_of_heads(self.rule.threshold, heads)
         options = AttendOptions(per_head(pooled_bias, q), None, scale_or_default(scale, q), None)
         self._accept(layer, k, v)
         stored, new = self._stored[layer], [n - m for n, m in zip(self._lengths, self._before, strict=True)]
@@ -319,6 +321,11 @@ class ClusteredCache(Cache):
                 fix='Make the cache with max_length=… and backend="triton"',
             )
         self._was_captured = True
+
+    def _accept(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
+        if q is not None and q.ndim == 3:
+            check_number_of_heads(self.rule.threshold, q.shape[1])
+        super()._accept(layer, k, v, q)
 
     @_without_autograd
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
@@ -527,7 +534,7 @@ def _check_closes(closes: Any) -> None:
 def _run_triton(cache: ClusteredCache) -> Any:
     from hsa.attention.cache.triton.clustered_step import Decode
 
-    return Decode(cache.shape, cache.rule, cache.windows, cache.step_memory)
+    return Decode(cache.shape, cache.rule, cache.windows, cache.step_memory, cache.device)
 
 
 def _why_not_triton(cache: ClusteredCache) -> list[str]:

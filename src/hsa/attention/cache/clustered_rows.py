@@ -26,6 +26,7 @@ from hsa.attention.cache.saved_state import Wanted
 from hsa.attention.clustered.keys import EIGHT_BITS, UNIT, ClusteredKeys, levels_of, spreads_of
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.operator import cluster
+from hsa.attention.clustered.threshold import Threshold
 from hsa.attention.clustered.why_not import why_not_cluster
 from hsa.attention.kernels import available
 from hsa.tree.lasting import lasting
@@ -37,7 +38,7 @@ Layer = dict[str, Tensor]
 class Rule:
     """Rule by which queries select groups; see `hsa.clustered_attention`."""
 
-    threshold: float | None
+    threshold: Threshold | None
     top_k: int | None
     spread: float
     share_lists: bool

@@ -14,6 +14,7 @@ from hsa.attention.call import needs_gradient
 from hsa.attention.clustered.keys import ClusteredKeys
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.selection import TileSelection
+from hsa.attention.clustered.threshold import Threshold
 from hsa.attention.kernels.repeat import is_plain, layout_of, with_types
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,7 +34,7 @@ class SelectCall:
     k: Tensor  # packed, in their own order
     keys: ClusteredKeys
     layout: Layout
-    threshold: float | None
+    threshold: Threshold | None
     top_k: int | None
     spread: float
     lists: int  # number of lists per tile: query heads, or key/value heads if the heads of a group share them
@@ -53,7 +54,7 @@ class ClusteredCall:
     layout: Layout
     windows: bool
     selection: TileSelection | None  # None to select
-    threshold: float | None
+    threshold: Threshold | None
     top_k: int | None
     spread: float
     lists: int
@@ -97,7 +98,7 @@ def repeat_key(q: Tensor, k: Tensor, v: Tensor, lengths: Any, query_lengths: Any
     """Return the key of calls that can be repeated for each other; None for calls that are not repeated.
 
     Args:
-        options: All other arguments, numbers or None.
+        options: All other arguments: numbers, words, tuples of numbers or None.
     """
     if not (isinstance(q, Tensor) and q.is_cuda | INTERPRETED and is_plain(q, k, v)) or needs_gradient(q, k, v):
         return None
@@ -105,8 +106,12 @@ def repeat_key(q: Tensor, k: Tensor, v: Tensor, lengths: Any, query_lengths: Any
         None if x is None else tuple(x) for x in (lengths, query_lengths) if x is None or type(x) in (list, tuple)
     )
     is_simple = len(sizes) == 2 and all(type(n) is int for x in sizes if x is not None for n in x)
-    is_simple = is_simple and all(x is None or isinstance(x, (int, float, str)) for x in options)
+    is_simple = is_simple and all(x is None or isinstance(x, (int, float, str)) or _are_floats(x) for x in options)
     return (layout_of(q, k, v), sizes, with_types(*options)) if is_simple else None
+
+
+def _are_floats(x: Any) -> bool:
+    return type(x) is tuple and all(type(number) is float for number in x)
 
 
 def repeated(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | None:

@@ -15,6 +15,7 @@ from hsa.attention.clustered.keys import ClusteredKeys
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.clustered.slabs import Slab, slabs, slabs_within
+from hsa.attention.clustered.threshold import log_of
 from hsa.attention.clustered.triton import attend as attend_kernels
 from hsa.attention.clustered.triton import select as select_kernels
 from hsa.attention.clustered.triton.cluster import build_keys, unit_of
@@ -204,7 +205,7 @@ def bounds_of(call: SelectCall) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _bound_kernel(
-    sizes: Sizes, layout: Layout, slab: Slab, scores: Scores, number: int | None, weighs: int
+    sizes: Sizes, layout: Layout, slab: Slab, scores: Scores, number: int | None, weighs: int, per_head: bool
 ) -> Prepared:
     shape, key = layout.shape, (sizes.key, compiled_for(slab.num_tiles, layout.num_pages))
     constants: dict[str, Any] = {
@@ -216,7 +217,8 @@ def _bound_kernel(
         return Prepared(_largest, (key, scores.dtype, compiled_for(number)), constants)
     block, launch = sizes.step(sizes.dim * sizes.bytes, shape.tile, 64)
     constants |= {"CAUSAL": layout.causal, "LOG_NODE": math.log2(shape.node), "LOG_GROUP": math.log2(shape.group)}
-    return Prepared(_normalizers, key, {**constants, "PARTS": scores.parts, "BLOCK": block, **launch})
+    constants |= {"PARTS": scores.parts, "PER_HEAD": per_head, "BLOCK": block, **launch}
+    return Prepared(_normalizers, key, constants)
 
 
 @lru_cache(maxsize=512)
@@ -239,13 +241,17 @@ def select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, fir
     weighs = int(call.spread) if call.spread in (0.0, 1.0) else 2  # not at all, with 1, with another weight
     number, tiles, strides, scores = call.top_k, constant(slab.tiles), sizes.strides, Scores.of(keys)
     if number != 0:
-        kernel = _bound_kernel(sizes, layout, slab, scores, number, weighs)
+        per_head = isinstance(call.threshold, tuple)
+        kernel = _bound_kernel(sizes, layout, slab, scores, number, weighs, per_head)
         shared = (slab.num_tiles, sizes.heads, sizes.kv_heads, pages, *strides[:2])
         if number is not None:
             arguments: tuple[Any, ...] = (q, keys.k, keys.scores, tiles, bounds, *shared, number, call.spread)
         else:
             assert call.threshold is not None
-            scales = (call.scale * LOG2_E, math.log2(call.threshold))
+            log_threshold = log_of(call.threshold, bounds, math.log2)
+            if isinstance(log_threshold, Tensor):
+                constant(log_threshold)
+            scales = (call.scale * LOG2_E, log_threshold)
             arguments = (q, k, keys.k, tiles, bounds, *shared, *strides[2:4], *scales)
         kernel(slab.num_tiles * sizes.heads, arguments)
     tensors = (q, keys.k, keys.scores, tiles, constant(slab.bundles), bounds, first)
