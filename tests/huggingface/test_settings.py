@@ -256,8 +256,15 @@ REFUSED = [
     ({"tile": 0}, "tile: expected .*, got 0"),
     ({"threshold": 0}, "threshold: expected a number above 0 and at most 1, got 0"),
     ({"threshold": 0.1, "top_k": 2}, "top_k: expected None with a threshold, got 2. Pass one of the two"),
-    ({"threshold": 0.1}, "threshold: expected None, with top_k in its place, in layer 0, which is not causal, got 0.1"),
-    ({"threshold": [0.1, 0.2]}, "threshold: expected None, with top_k in its place, in layer 0, .*, got 0.1"),
+    (
+        {"kind": "multiscale", "tree": "sentences", "threshold": 0.1},
+        "threshold: expected None, with top_k in its place, in layer 0, which is not causal, got 0.1. Only clustered keys",
+    ),
+    ({"threshold": 0.1, "sinks": 2}, "sinks: expected 1, the default, in layer 0, which is not causal, got 2"),
+    (
+        {"kind": "multiscale", "threshold": 0.1, "near": 1},
+        "near: expected 0 with threshold or top_k in layer 0, .*, got 1",
+    ),
     ({"sinks": "first"}, "sinks: expected .*, got 'first'"),
     ({"pooled_bias": math.inf}, "pooled_bias: expected .*, got inf"),
     ({"pooled_bias": (0.0, 0.0)}, "expected one number, or one for each of the 4 heads of layer 0, got 2 numbers"),

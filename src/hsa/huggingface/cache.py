@@ -180,12 +180,12 @@ class CacheLayer(CacheLayerMixin):
         if self.tokens is not None:
             assert isinstance(self.tokens, ClusteredCache)
             key, value = self._all_tokens(call)
-            out = attend_tree(plan, replace(call, key=key, value=value), sequences, self.tokens.opened(0))
+            out = attend_tree(plan, replace(call, key=key, value=value), sequences, self.tokens.opened(0), keep=True)
             self._attend_inside(call, sequences)
             return out
         # Not "split": the cache needs the selection of the whole batch.
         run = attend_tree if plan.path(call, sequences) == "split" else attend
-        out = run(plan, call, sequences)
+        out = run(plan, call, sequences, keep=True)
         self.mask = sequences.mask
         self.tokens = self._empty(call.key, call.value)
         self.tokens.begin(sequences.keys.lengths)

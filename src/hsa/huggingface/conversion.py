@@ -57,8 +57,10 @@ def convert(
             "hierarchical". (8, 2) by default. In causal layers that select groups: keys per group, groups per node and nodes
             per chunk, (8, 8, 4) by default.
         near: Number of neighbouring leaf families on each side that are exact ("multiscale" only).
-        threshold: For causal layers: share of a query's attention from which a group is exact. Smaller is closer to exact
-            attention. 1/256 by default for "clustered"; "multiscale" over windows selects only with `threshold` or `top_k`.
+        threshold: Share of a query's attention from which a group is exact. Smaller is closer to exact attention. In causal
+            layers 1/256 by default for "clustered"; "multiscale" over windows selects only with `threshold` or `top_k`. In
+            other layers it is used in place of `top_k` if it is given: tiles of 64 queries select together, which is faster
+            on long inputs.
             One number, or a sequence or tensor with an entry for each layer of this call, in the order of `layers`: a
             number, or one number per query head.
         top_k: Number of exact groups per query, those with the highest scores; 8 by default. More is closer to exact
