@@ -9,6 +9,7 @@ import torch
 from hsa import clustered_attention
 from hsa.attention.cache.clustered import ClusteredCache
 from hsa.attention.cache.interface import Counted
+from hsa.attention.clustered import operator
 from hsa.errors import InvalidInput, Unsupported
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
@@ -207,6 +208,37 @@ def test_scores_in_two_parts(monkeypatch):
     state["layers"][0]["scores"] = torch.zeros_like(state["layers"][0]["scores"][:, :, :, :, :1])
     text.cache.load_state_dict(state)
     torch.testing.assert_close(text.cache._stored[0]["scores"][:, :, :2], two_parts)
+
+
+@pytest.mark.parametrize("lengths", [[150], [70, 133]])
+def test_prompts_of_the_same_lengths_repeat_launches(lengths, monkeypatch):
+    """A first prompt is recorded, and others repeat its launches: with other values, and never with other options."""
+    options, sizes = CASES["grouped heads"]
+    calls, select_groups = [], operator.select_groups
+    monkeypatch.setattr(operator, "select_groups", lambda *x, **y: calls.append(1) or select_groups(*x, **y))
+    for seed, threshold in ((1, 0.1), (2, 0.1), (3, 0.1), (4, 0.02)):
+        q, k, v = tokens(lengths, sizes, seed=seed)
+        storage = {"value_dim": sizes[3], "device": DEVICE, "backend": "triton"}
+        cache = ClusteredCache(1, len(lengths), sizes[1], sizes[2], **storage, **{**options, "threshold": threshold})
+        cache.begin(lengths)
+        out = cache.attend_prompts(0, q, k, v)
+        wanted = clustered_attention(
+            q, k, v, lengths, causal=True, backend="torch", **{**options, "threshold": threshold}
+        )
+        torch.testing.assert_close(out, wanted, atol=2e-5, rtol=0)
+        new = tokens([1] * len(lengths), sizes, seed=9)  # the open groups of the last tile were kept
+        cache.append()
+        step = cache.attend(0, *new)
+        rows = torch.tensor(lengths).cumsum(0)
+        longer = [
+            torch.cat([torch.cat(pair) for pair in zip(x.tensor_split(rows[:-1]), y[:, None], strict=True)])
+            for x, y in zip((q, k, v), new, strict=True)
+        ]
+        whole = clustered_attention(
+            *longer, [n + 1 for n in lengths], causal=True, backend="torch", **{**options, "threshold": threshold}
+        )
+        torch.testing.assert_close(step, whole[rows + torch.arange(len(lengths))], atol=2e-5, rtol=0)
+    assert len(calls) == 2
 
 
 def test_counting_runs_in_pytorch():

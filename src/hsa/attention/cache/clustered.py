@@ -25,7 +25,7 @@ from hsa.attention.cache.step_memory import StepMemory
 from hsa.attention.checks import scale_or_default, without_autocast
 from hsa.attention.clustered.keys import ClusteredKeys, check_keys, clustering_operations
 from hsa.attention.clustered.layout import BRANCHING, TILE, Shape, layout_of
-from hsa.attention.clustered.operator import check_rule, clustered_attention, select_groups
+from hsa.attention.clustered.operator import check_rule, select_and_attend
 from hsa.attention.clustered.selection import NEVER, TileSelection
 from hsa.attention.clustered.threshold import check_number_of_heads
 from hsa.attention.clustered.why_not import why_not_tile
@@ -238,16 +238,16 @@ class ClusteredCache(Cache):
         tiles: dict[str, Any] = {
             "query_lengths": new,
             "recent": [n and m - b // chunk * chunk for n, m, b in zip(new, self._lengths, self._before, strict=True)],
-            "causal": True,
             "tile": self.shape.tile,
             "scale": scale,
+            "backend": self.rows.backend,
         }
         lengths = [max(1, n) for n in self._lengths]  # a sequence without tokens has no queries either
-        selection = select_groups(q, recent_k, keys, lengths, opened=self.opened(layer), **asdict(self.rule), **tiles)
+        opened = self.opened(layer) if any(n % self.shape.tile for n in self._before) else None
+        rest: dict[str, Any] = {"opened": opened, "rule": vars(self.rule), "pooled_bias": pooled_bias}
+        out, selection = select_and_attend(q, recent_k, recent_v, keys, lengths, **rest, **tiles)
         self._record(stored, selection)
-        return clustered_attention(
-            q, recent_k, recent_v, lengths, keys=keys, selection=selection, pooled_bias=pooled_bias, **tiles
-        )
+        return out
 
     def opened(self, layer: int) -> Tensor | None:
         """Return the groups that are open in the last tile, `[sequences, lists, groups]`; None if no token has attended."""

@@ -23,7 +23,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 MOST_REPEATED = 64
 """Maximum number of repeated calls."""
-_REPEATED: dict[Any, Callable[..., list[Tensor]]] = {}
+_REPEATED: dict[Any, Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,11 +87,12 @@ class ClusteredCall:
             backend=self.backend,
         )
 
-    def keep(self, run: Callable[..., list[Tensor]]) -> None:
-        """Keep a function of q, k and v that repeats this call, and returns the output and its log-sum-exp."""
-        if len(_REPEATED) >= MOST_REPEATED:
-            _REPEATED.pop(next(iter(_REPEATED)))
-        _REPEATED[self.repeats_as] = run
+
+def keep(key: Hashable, run: Callable[..., Any]) -> None:
+    """Keep a function that repeats the calls of a key for other tensors."""
+    if len(_REPEATED) >= MOST_REPEATED:
+        _REPEATED.pop(next(iter(_REPEATED)))
+    _REPEATED[key] = run
 
 
 def repeat_key(q: Tensor, k: Tensor, v: Tensor, lengths: Any, query_lengths: Any, options: tuple[Any, ...]) -> Hashable:
@@ -114,15 +115,16 @@ def _are_floats(x: Any) -> bool:
     return type(x) is tuple and all(type(number) is float for number in x)
 
 
-def repeated(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | None:
-    """Repeat a recorded call: the output and its log-sum-exp; None if there is no such call.
+def repeated(key: Hashable, *tensors: Tensor) -> Any:
+    """Repeat a recorded call for other tensors; return None if there is no such call.
 
     Nothing is checked: an earlier call with tensors of this layout has passed all checks.
     """
     run = _REPEATED.get(key)
     if run is None:
         return None
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            return run(q, k, v)
-    return run(q, k, v)
+    device = tensors[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return run(*tensors)
+    return run(*tensors)

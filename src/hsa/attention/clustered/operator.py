@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -31,7 +31,7 @@ from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.clustered.threshold import THRESHOLD, Threshold, check_number_of_heads, check_threshold
 from hsa.attention.clustered.why_not import why_not_cluster, why_not_triton, why_not_triton_select
 from hsa.attention.dispatch import Backend, choose, connected
-from hsa.attention.kernels import available
+from hsa.attention.kernels import available, repeat
 from hsa.attention.multiscale.operator import per_head
 from hsa.errors import InvalidInput
 
@@ -164,6 +164,50 @@ def select_groups(
     with without_autocast(q):
         selection = choose("select_groups", SELECT, backend, call).run(call)
     return replace(selection, keys=keys, before=call.opened)
+
+
+@torch.no_grad()
+def select_and_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: ClusteredKeys,
+    lengths: Sequence[int],
+    *,
+    opened: Tensor | None,
+    rule: Mapping[str, Any],
+    pooled_bias: float | Tensor,
+    **tiles: Any,
+) -> tuple[Tensor, TileSelection]:
+    """Return the causal attention to the pages of a cache, and the selection. Kernels repeat calls of one layout.
+
+    Args:
+        q, k, v, keys, lengths, opened, pooled_bias: See `clustered_attention`.
+        rule: Options of `select_groups` by which queries want groups.
+        tiles: Further options of both functions.
+    """
+    key, tensors = None, (q, k, v, keys.k, keys.v, keys.scores)
+    if opened is None and type(pooled_bias) is float and pooled_bias == 0 and not available.why_not(q, v, tiles["backend"]):
+        options = (*rule.values(), tiles["tile"], tiles["scale"], tiles["backend"], keys.capacity, keys.order is None)
+        key = repeat_key(q, k, v, lengths, tiles["query_lengths"], options)
+    if key is not None:
+        key = key, repeat.layout_of(*tensors[3:]), keys.shape, keys.chunks, tuple(tiles["recent"])
+        if (result := repeated(key, *tensors)) is not None:
+            out, first, layout, lists = result
+            return out, TileSelection(first, layout, lists, keys)
+
+    def run() -> tuple[Tensor, TileSelection]:
+        selection = select_groups(q, k, keys, lengths, opened=opened, causal=True, **rule, **tiles)
+        out = clustered_attention(
+            q, k, v, lengths, keys=keys, selection=selection, pooled_bias=pooled_bias, causal=True, **tiles
+        )
+        return out, selection
+
+    if key is None:
+        return run()
+    from hsa.attention.clustered.triton.operator import record
+
+    return record(key, tensors, run)
 
 
 @overload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hsa.attention.clustered.call import ClusteredCall, SelectCall
+from hsa.attention.clustered.call import ClusteredCall, SelectCall, keep
 from hsa.attention.clustered.keys import ClusteredKeys
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.selection import TileSelection
@@ -23,7 +24,7 @@ from hsa.attention.clustered.triton.lists import lower
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels.available import padded, shared_memory
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for
-from hsa.attention.kernels.triton.recording import Recording, constant, empty
+from hsa.attention.kernels.triton.recording import constant, empty, recording_of
 
 SLAB_BYTES = 2**29
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
@@ -33,6 +34,8 @@ QUERIES = 128
 """Number of queries that a program selects for, with head dim 64 in half precision; fewer for wider heads."""
 ROWS = 64
 """Maximum number of rows that a step of `attend` reads."""
+RECORDED_BYTES = 2**30
+"""Maximum bytes of the memory of a selection and its attention whose launches are kept."""
 LOG2_E = math.log2(math.e)
 
 _normalizers = Launcher(select_kernels.normalizers)
@@ -117,7 +120,7 @@ def select(call: SelectCall) -> TileSelection:
     """Compute `hsa.select_groups` from checked arguments."""
     call = replace(call, q=aligned(call.q), k=aligned(call.k))
     layout, keys = call.layout, call.keys
-    first = call.q.new_empty(selection_bytes(layout, call.lists), dtype=torch.uint8)
+    first = empty(call.q, selection_bytes(layout, call.lists), dtype=torch.uint8)
     if len(first):
         sizes = sizes_of(call.q, call.k, keys.v, call.lists, keys.k, keys.scores)
         (slab,) = slabs(layout, call.q.device, sizes.bundle(layout))
@@ -138,13 +141,33 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
         from hsa.attention.clustered.triton.gradient import attend_with_gradient
 
         return attend_with_gradient(call)
-    with Recording(call.q, call.k, call.v) as recording:
+    with recording_of(call.q, call.k, call.v) as recording:
         result = attend_forward(call, call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows))
     is_copied = call.q is not given.q or call.k is not given.k or call.v is not given.v
     is_launched = call.top_k != 0 and call.pooled_bias is None  # by kernels alone
     if call.repeats_as is not None and is_launched and not is_copied and result.slabs == 1:
-        call.keep(recording.replay([result.out, result.lse]))
+        keep(call.repeats_as, recording.replay([result.out, result.lse]))
     return result.out, result.lse
+
+
+def record(
+    key: Hashable, tensors: tuple[Tensor, ...], run: Callable[[], tuple[Tensor, TileSelection]]
+) -> tuple[Tensor, TileSelection]:
+    """Select and attend, and keep the launches for calls of the same key.
+
+    Args:
+        tensors: Tensors that differ between calls: q, k and v, and those of the clustered keys.
+        run: The call.
+    """
+    if any(aligned(x) is not x for x in tensors[:3]):
+        return run()
+    with recording_of(*tensors) as recording:
+        out, selection = run()
+    made = {x.data_ptr() for x in recording.memory}
+    if recording.nbytes <= RECORDED_BYTES and out.data_ptr() in made and selection.first.data_ptr() in made:
+        replay, layout, lists = recording.replay([out, selection.first]), selection.layout, selection.lists
+        keep(key, lambda *others: (*replay(*others), layout, lists))
+    return out, selection
 
 
 @dataclass(frozen=True, eq=False)
