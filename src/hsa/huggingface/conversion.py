@@ -94,13 +94,7 @@ def convert(
         tile=tile,
     )
     by_number = _by_number(modules, saved, layers, passed)
-    for number, layer in by_number.items():
-        layer.check(number, causal=is_causal(modules[number]))
-    if tokenizer is None and inner is not model and is_tokenizer(getattr(model, "tokenizer", None)):
-        tokenizer = model.tokenizer  # type: ignore[attr-defined]
-    vocabulary = _vocabulary(modules, tokenizer, by_number.values(), saved)
-    wrappers = [module for module in model.modules() if contains(module, inner)]  # type: ignore[attr-defined]
-    _apply(inner, modules, ModelSettings(by_number, vocabulary.special_ids), vocabulary, wrappers)
+    _convert_layers(model, inner, modules, by_number, saved, tokenizer)
     return model
 
 
@@ -175,8 +169,13 @@ def convert_as(model: Model, settings: Mapping[int, LayerSettings], *, tokenizer
     {0: 4, 2: 16}
     """
     revert(model)
-    for number, layer in settings.items():
-        convert(model, [number], tokenizer=tokenizer, **vars(layer))
+    if settings:
+        inner = find_transformer(model)
+        modules = attention_layers(inner)
+        by_number = {_numbers(number, len(modules))[0]: layer for number, layer in settings.items()}
+        for number, layer in by_number.items():
+            _check_layers(layer, modules, [number])
+        _convert_layers(model, inner, modules, by_number, ModelSettings({}), tokenizer)
     return model
 
 
@@ -227,18 +226,12 @@ def _by_number(
         if missing or not passed:
             restored = {number: replace(saved.layers[number], tree=function) for number in missing}
             return {**saved.layers, **restored}
-    if passed.get("tree") == FUNCTION:
-        raise InvalidInput("tree", expected="the function itself", got=repr(FUNCTION))
     new = LayerSettings(**passed)
     numbers = _default_layers(modules) if layers is None else _numbers(layers, len(modules))
     if not numbers:
         reasons = " or ".join(sorted({f"{why_not_convert(module)}" for module in modules}))
         raise InvalidInput("model", got=f"only layers with {reasons}", expected=f"layers with {PLAIN}")
-    for number in numbers:
-        if reason := why_not_convert(modules[number]):
-            fix = f"Leave layer {number} out of layers"
-            raise InvalidInput("layers", got=f"layer {number}, with {reason}", expected=f"layers with {PLAIN}", fix=fix)
-    _check_heads(new, modules, numbers)
+    _check_layers(new, modules, numbers)
     return {**saved.layers, **dict.fromkeys(numbers, new)}
 
 
@@ -263,6 +256,17 @@ def _numbers(layers: Any, count: int) -> list[int]:
             "layers", expected="at least one number", got="an empty list", fix="Use revert(model) to undo a conversion"
         )
     return sorted(numbers)
+
+
+def _check_layers(settings: LayerSettings, modules: list[Any], numbers: list[int]) -> None:
+    """Check that these layers can be converted, and that the settings fit their heads."""
+    if settings.tree == FUNCTION:
+        raise InvalidInput("tree", expected="the function itself", got=repr(FUNCTION))
+    for number in numbers:
+        if reason := why_not_convert(modules[number]):
+            fix = f"Leave layer {number} out of layers"
+            raise InvalidInput("layers", got=f"layer {number}, with {reason}", expected=f"layers with {PLAIN}", fix=fix)
+    _check_heads(settings, modules, numbers)
 
 
 def _check_heads(settings: LayerSettings, modules: list[Any], numbers: list[int]) -> None:
@@ -303,6 +307,19 @@ def _vocabulary(
                 fix="Call convert(model, tokenizer=AutoTokenizer.from_pretrained(…), …)",
             )
     return known
+
+
+def _convert_layers(
+    model: Any, inner: Any, modules: list[Any], by_number: dict[int, LayerSettings], saved: ModelSettings, tokenizer: Any
+) -> None:
+    """Check the settings of all converted layers of `inner`, the transformers model inside `model`, and apply them."""
+    for number, layer in by_number.items():
+        layer.check(number, causal=is_causal(modules[number]))
+    if tokenizer is None and inner is not model and is_tokenizer(getattr(model, "tokenizer", None)):
+        tokenizer = model.tokenizer
+    vocabulary = _vocabulary(modules, tokenizer, by_number.values(), saved)
+    wrappers = [module for module in model.modules() if contains(module, inner)]
+    _apply(inner, modules, ModelSettings(by_number, vocabulary.special_ids), vocabulary, wrappers)
 
 
 def _apply(

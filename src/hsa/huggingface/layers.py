@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -90,6 +91,7 @@ def set_attention_dropout(model: Any, p: float) -> None:
                 setattr(module, name, p)
 
 
+@cache  # reading the source takes milliseconds, and a model has hundreds of modules
 def _uses_interface(kind: type[nn.Module]) -> bool:
     try:
         return _MARK in inspect.getsource(kind.forward)
