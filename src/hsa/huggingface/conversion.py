@@ -310,7 +310,12 @@ def _vocabulary(
 
 
 def _convert_layers(
-    model: Any, inner: Any, modules: list[Any], by_number: dict[int, LayerSettings], saved: ModelSettings, tokenizer: Any
+    model: Any,
+    inner: Any,
+    modules: list[Any],
+    by_number: dict[int, LayerSettings],
+    saved: ModelSettings,
+    tokenizer: Any,
 ) -> None:
     """Check the settings of all converted layers of `inner`, the transformers model inside `model`, and apply them."""
     for number, layer in by_number.items():

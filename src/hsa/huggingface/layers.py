@@ -58,7 +58,7 @@ def attention_layers(model: Any) -> list[nn.Module]:
 
     if not isinstance(model, PreTrainedModel):
         raise Unsupported(f"{type(model).__name__} is not a transformers model; pass a PreTrainedModel")
-    users = [module for module in model.modules() if _uses_interface(type(module))]
+    users = [module for module in model.modules() if _uses_interface(type(module))]  # type: ignore[arg-type]
     if getattr(model.config, "is_encoder_decoder", False) and any(getattr(m, "is_decoder", False) for m in users):
         raise Unsupported(
             f"{type(model).__name__} has a decoder that attends to an encoder; convert the encoder alone: "
