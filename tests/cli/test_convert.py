@@ -2,6 +2,8 @@
 
 import json
 import logging
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from hsa.analysis import memory
 from hsa.cli.convert import SettingOptions
 from hsa.huggingface import convert, settings_of
+from hsa.huggingface.fidelity import judge
 from hsa.huggingface.fidelity.calibrate import calibrate
 from hsa.huggingface.fidelity.examples import load_examples
 from hsa.huggingface.fidelity.judge import Judge
-from hsa.huggingface.loading import load_for_task
+from hsa.huggingface.loading import load_for_task, save_model
 from hsa.huggingface.settings import LayerSettings
-from tests.huggingface.fidelity.small import CHEAP, LONGEST, classifier, language_model, rows, save, tokenizer
+from tests.huggingface.fidelity.small import CHEAP, LONGEST, classifier, language_model, rows, save, text, tokenizer
 from tests.tables import write_rows
 
 WINDOWS = ("--kind", "multiscale", "--branching", "4", "2", "--top-k", "0")
@@ -64,7 +68,8 @@ def test_the_three_tasks(call, models, data, task):
     original, _ = load_for_task(str(models / task), task)
     assert {LayerSettings(**vars(s)) for s in settings_of(model).values()} == {CHEAP}
     judge = Judge(load_examples(data), task, model, known, longest=LONGEST, batch_tokens=2**13)
-    before, after = judge.ask(original), judge.ask(convert(model))
+    before = judge.ask(original)
+    after = judge.ask(convert(model), against=before)
     assert len(judge) == report["examples"]
     assert judge.scores(before) == pytest.approx(report["original"])
     assert judge.scores(after) == pytest.approx(report["converted"])
@@ -112,14 +117,130 @@ def test_a_budget(call, models, data):
 def test_a_budget_that_no_setting_meets_on_a_calibration_file(call, models, data, tmp_path, monkeypatch):
     monkeypatch.setitem(calibrate.__kwdefaults__, "candidates", (CHEAP,))
     own = write_rows(tmp_path / "own.jsonl", rows(4, seed=5))  # without a column of splits
-    budget = ("--budget", "kept 101%", "--calibration", own)
+    budget = ("--budget", "ops 50x", "--calibration", own)
     code, out, err = call("convert", models / "classification", data, *budget, "--out", "out", *QUICK)
     assert (code, err) == (0, "")
-    assert "No settings tried keep to the budget 'kept 101%'" in " ".join(out.split())
-    assert "no layer converted" in " ".join(out.split())
     report = json.loads(Path("out/report.json").read_text())
-    assert (report["settings"], report["holds"], report["examples"]) == ({}, False, 6)
-    assert report["original"] == report["converted"]
+    assert (len(report["settings"]), report["holds"], report["examples"]) == (2, False, 6)
+    said = (
+        f"No settings tried keep to the budget 'ops 50x'; the closest, {report['reached']} in the search, were taken."
+    )
+    assert said in " ".join(out.split())
+
+
+@pytest.fixture
+def decoder(tmp_path):
+    """Save a language model that reads 1,300 tokens."""
+    known = tokenizer()
+    known.model_max_length = 10**30
+    save_model(tmp_path / "decoder", language_model(max_position_embeddings=1300), known)
+    return tmp_path / "decoder"
+
+
+@pytest.fixture
+def books(tmp_path):
+    generator = random.Random(0)
+    return write_rows(tmp_path / "books.jsonl", [{"text": text(generator, 2400, 2500)} for _ in range(5)])
+
+
+def test_a_budget_of_a_language_model(call, decoder, books, monkeypatch):
+    few = (LayerSettings(threshold=0.5), LayerSettings(threshold=0.01))
+    monkeypatch.setitem(calibrate.__kwdefaults__, "candidates", few)
+    arguments = ("convert", decoder, books, "--task", "lm", "--budget", "perplexity +900%", "--max-tokens", "1200")
+    code, out, err = call(*arguments, "--out", "out", *QUICK)
+    assert (code, err) == (0, "")
+    said = " ".join(out.split())
+    assert (
+        "searching on 4 pieces of 1,200 tokens from 2 texts, reporting on 6 pieces of 1,200 tokens from 3 texts" in said
+    )
+    assert re.search("6 pieces of 1,200 tokens; [12] of 2 layers converted", said)
+    report = json.loads(Path("out/report.json").read_text())
+    assert (report["holds"], report["examples"], report["mean_length"]) == (True, 6, 1200)
+    assert report["reached"].startswith("perplexity +")
+    assert report["times_fewer_operations"] > 1
+    assert {name for point in report["frontier"] for name in point} >= {"perplexity", "distance", "ops"}
+    kept = Path("out/calibration.json").stat().st_mtime_ns
+    code, _, err = call(*(a if a != "perplexity +900%" else "ops 1x" for a in arguments), "--out", "out", *QUICK)
+    assert (code, err) == (0, "")
+    assert Path("out/calibration.json").stat().st_mtime_ns == kept  # nothing was measured again
+
+
+def test_pieces_of_a_language_model(call, decoder, books):
+    arguments = ("convert", decoder, books, "--task", "lm", "--threshold", "0.5", "--out", "out", *QUICK)
+    code, out, _ = call(*arguments, "--max-tokens", "300", "--limit", "7")
+    assert code == 0
+    assert "reporting on 7 pieces of 300 tokens from 5 texts" in " ".join(out.split())
+    code, out, _ = call(*arguments, "--max-tokens", "100", "--limit", "2")
+    assert code == 0
+    assert "Nothing is saved on pieces of 100 tokens" in " ".join(out.split())
+
+
+@pytest.mark.filterwarnings("default::hsa.errors.HsaWarning")
+def test_a_length_that_the_model_cannot_read(call, decoder, books):
+    arguments = ("convert", decoder, books, "--task", "lm", "--max-tokens", "9000", "--limit", "1", "--out", "out")
+    code, out, err = call(*arguments, *QUICK)
+    assert code == 0
+    assert err.startswith("--max-tokens 9000: the model reads at most 1,300 tokens, so texts are cut there. ")
+    assert err.count("\n") == 1
+    assert "reporting on 1 piece of 1,300 tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "phrases"),
+    [
+        (["--budget", "kept 98%"], "budget", ["one of ops, perplexity, got 'kept'", "for the task classification"]),
+        (["--budget", "perplexity -1%"], "budget", ["perplexity +0.5%", "got 'perplexity -1%'"]),
+        (["--budget", "perplexity 5x"], "budget", ["perplexity +0.5%", "got 'perplexity 5x'"]),
+        (["--budget", "ops 2x", "--max-tokens", "256"], "max_tokens", ["more than 256 with --budget", "got 256"]),
+        (["--budget", "ops 2x", "--limit", "0"], "limit", ["1 or more"]),
+    ],
+)
+def test_searches_of_language_models_that_make_no_sense(refuses, decoder, books, arguments, where, phrases):
+    refuses(("convert", decoder, books, "--task", "lm", "--out", "out", *arguments), where, *phrases)
+
+
+def test_encoder_decoders_are_no_language_models(refuses, data, tmp_path):
+    from tests.huggingface.tiny_models import FAMILIES, transformers
+
+    shape = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 4, "vocab_size": 59}
+    save(tmp_path / "t5", transformers.T5ForConditionalGeneration(transformers.T5Config(**shape)))
+    save(tmp_path / "bart", FAMILIES["bart"]())
+    for name in ("t5", "bart"):
+        phrases = ("expected a causal language model", f"got an encoder–decoder ({name})", "model.get_encoder()")
+        refuses(("convert", tmp_path / name, data, "--task", "lm"), tmp_path / name, *phrases)
+        refuses(("generate", tmp_path / name, "--prompt", "the cat"), tmp_path / name, *phrases)
+
+
+@pytest.mark.parametrize("fits", ["a batch", "one text", "less"])
+def test_out_of_memory(call, decoder, books, monkeypatch, fits):
+    """Texts are tried one at a time; if that does not fit either, the error says what would."""
+    from hsa.huggingface.fidelity import next_tokens
+
+    decode, tokens = next_tokens.final_states, []
+    most = {"a batch": 10**6, "one text": 350, "less": 200}[fits]
+
+    def final_states(model, ids):
+        tokens.append(ids.numel())
+        if ids.numel() > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return decode(model, ids)
+
+    for module in (next_tokens, judge):
+        monkeypatch.setattr(module, "final_states", final_states)
+    monkeypatch.setattr(memory, "extra_memory", lambda run, device: run() or tokens[-1] / 10)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 16.0)
+    arguments = ("convert", decoder, books, "--task", "lm", "--threshold", "0.5", "--max-tokens", "350", "--out", "out")
+    code, out, err = call(*arguments, *QUICK)
+    if fits == "less":
+        assert code == 2
+        assert (
+            err
+            == "out of memory: 350 tokens need about 0.0 GiB beside the model, and 0.0 GiB are free. Pass --max-tokens 128\n"
+        )
+        return
+    assert (code, err) == (0, "")
+    assert ("out of memory; one text at a time" in out) == (fits == "one text")
+    assert set(tokens[-2:]) == ({16 * 350} if fits == "a batch" else {350})
 
 
 def test_fine_tuning_then_converting(call, models, data):
@@ -209,7 +330,12 @@ def test_experiments_that_cannot_run(refuses, tmp_path):
         (["--budget", "fast"], "budget", ['"ops 4x"', "got 'fast'"]),
         (["--budget", "ops 1.2.3"], "budget", ['"ops 4x"', "got 'ops 1.2.3'"]),
         (["--budget", "speed 2x"], "budget", ["one of ops, accuracy, ", "got 'speed'"]),
-        (["--budget", "accuracy 98"], "budget", ["accuracy -0.5", "got accuracy +98"]),
+        (
+            ["--budget", "perplexity +1%"],
+            "budget",
+            ["one of ops, accuracy, ", "perplexity is a budget for the task lm"],
+        ),
+        (["--budget", "accuracy 98"], "budget", ["accuracy -0.5", "got 'accuracy 98'"]),
         (
             ["--budget", "ops 2x", "--top-k", "4"],
             "--top-k",

@@ -1,11 +1,14 @@
 """Causal models: later tokens have no effect, and generation token by token equals the whole pass."""
 
+import warnings
+
 import pytest
 import torch
 
 from hsa import Hierarchy
-from hsa.errors import InvalidInput
+from hsa.errors import HsaWarning, InvalidInput
 from hsa.huggingface import convert, revert
+from hsa.huggingface.loading import most_tokens, trained_context
 from tests.huggingface.tiny_models import DECODERS, PAD, random_ids, run, stepwise, tiny, transformers, word_tokenizer
 
 
@@ -127,3 +130,91 @@ def test_ids_of_a_cache_are_not_known():
         InvalidInput, match=r"the ids of all keys, \(1, 21\), .*, got shape \(1, 1\).*cache of earlier keys"
     ):
         model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+def too_long(model, *parts, **options):
+    """Run a model on parts of a text with one cache, and return the warnings."""
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        for ids in parts:
+            model(**ids, **options)
+    return [str(warning.message) for warning in said if issubclass(warning.category, HsaWarning)]
+
+
+def test_texts_longer_than_the_trained_context_are_warned_about_once():
+    model = convert(tiny("llama"), **WAYS["clusters"])
+    longest, longer = ({"input_ids": torch.full((2, n), 7)} for n in (97, 98))
+    assert too_long(model, longest) == []
+    (said,) = too_long(model, longer, longer)
+    assert said.startswith("LlamaForCausalLM reads 98 tokens, but was trained on at most 97")
+    assert "YaRN" in said
+    convert(model, [0], threshold=1 / 4)
+    assert too_long(model, longer) == []  # other settings do not make another model
+    assert too_long(revert(model), longer) == []  # transformers says nothing either
+    (said,) = too_long(
+        convert(model, **WAYS["windows"]), {"inputs_embeds": torch.zeros(1, 99, 32, dtype=torch.float64)}
+    )
+    assert "reads 99 tokens" in said
+
+
+def test_tokens_in_the_cache_count_for_the_trained_context():
+    model = convert(tiny("llama"), **WAYS["clusters"])
+    part = {"input_ids": torch.full((1, 40), 7)}
+    with torch.no_grad():
+        cache = transformers.DynamicCache(config=model.config)
+        assert too_long(model, part, part, past_key_values=cache) == []
+        (said,) = too_long(model, part, past_key_values=cache)
+    assert "reads 120 tokens" in said
+    ids = {"input_ids": torch.full((1, 90), 7)}
+    again = convert(tiny("llama"), **WAYS["clusters"])
+    again.generation_config.eos_token_id = None
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        again.generate(**ids, max_new_tokens=20, do_sample=False, pad_token_id=PAD)
+    assert len([w for w in heard if issubclass(w.category, HsaWarning)]) == 1
+    static = transformers.StaticCache(config=model.config, max_cache_len=200)
+    fixed = convert(tiny("llama"), **WAYS["neighbours"])
+    too_long(fixed, part, part, part, past_key_values=static)  # whatever it says, it must not read a count from the GPU
+
+
+def test_scaled_positions_extend_the_context():
+    scaled = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 97}
+    model = convert(tiny("llama", rope_parameters=scaled), **WAYS["clusters"])
+    assert too_long(model, {"input_ids": torch.full((1, 194), 7)}) == []
+    assert len(too_long(model, {"input_ids": torch.full((1, 195), 7)})) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({}, 97),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 388),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 194),
+        (
+            {
+                "max_position_embeddings": 1000,
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 100,
+                    "rope_theta": 1e4,
+                },
+            },
+            1000,
+        ),
+    ],
+)
+def test_the_trained_context_is_read_from_the_config(settings, most):
+    config = tiny("llama", **settings).config
+    assert trained_context(config) == most
+    known = word_tokenizer()
+    known.model_max_length = 90
+    model = tiny("llama", **settings)
+    assert most_tokens(model, known) == (90 if most in (97, 1000) else most)  # a tokenizer does not know of scaling
+
+
+def test_configs_that_do_not_say_how_much_was_read():
+    assert trained_context(transformers.BloomConfig()) is None
+    assert trained_context(transformers.GPT2Config(n_positions=55)) == 55

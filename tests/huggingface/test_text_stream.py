@@ -9,6 +9,7 @@ from hsa.errors import InvalidInput
 from hsa.generation.generate_text import generate
 from hsa.generation.sampling import Sampling
 from hsa.huggingface import convert
+from hsa.huggingface.loading import check_room
 from hsa.huggingface.text_stream import load_pretrained_writer
 from hsa.signals.readers.tokens import train_tokenizer
 
@@ -56,6 +57,51 @@ def test_from_the_command_line(tmp_path, capsys):
     assert out.out
     assert "5 generated" in out.err
     assert "every key and value is kept" in out.err
+
+
+@pytest.mark.parametrize("after", ["the prompt", "3 tokens"])
+def test_out_of_memory(tmp_path, capsys, monkeypatch, after):
+    from hsa.analysis import memory
+    from hsa.huggingface.text_stream import PretrainedWriter
+
+    save(tmp_path)
+    read, step, lengths, steps = PretrainedWriter.read, PretrainedWriter.step, [], []
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def few(self, tokens, *rest):
+        lengths.append(len(tokens))
+        return read(self, tokens, *rest) if after == "3 tokens" or len(tokens) < 50 else full()
+
+    def some(self, *rest):
+        steps.append(1)
+        return step(self, *rest) if len(steps) < 3 else full()
+
+    monkeypatch.setattr(PretrainedWriter, "read", few)
+    monkeypatch.setattr(PretrainedWriter, "step", some)
+    monkeypatch.setattr(memory, "extra_memory", lambda run, device: run() or 1024.0 * lengths[-1])
+    monkeypatch.setattr(memory, "free_memory", lambda device: 70_000.0)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        run(["generate", str(tmp_path), "--prompt", PROMPT * 2, "--max-new-tokens", "9", "--cpu"])
+    assert stopped.value.code == 2
+    tokens = lengths[0] + len(steps)
+    fits = 64 - len(steps)
+    assert capsys.readouterr().err == (
+        f"out of memory: {tokens} tokens need about {tokens} GiB beside the model, and 68 GiB are free. "
+        f"Shorten the prompt to about {fits} tokens\n"
+    )
+
+
+def test_a_model_larger_than_the_memory_of_a_gpu(tmp_path):
+    model = save(tmp_path)
+    check_room("tiny", model, 1.0)
+    check_room("tiny", model, None)
+    with pytest.raises(
+        InvalidInput, match=r"tiny: expected at most the 0\.0 GiB of .* that are free on the GPU, got weights of"
+    ):
+        check_room("tiny", model, 0.01)
 
 
 def test_a_tokenizer_that_is_not_byte_level(tmp_path):

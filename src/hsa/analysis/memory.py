@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+_MEMORY = Path("/proc/meminfo")
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -17,6 +20,63 @@ def extra_memory(run: Callable[[], Any], device: torch.device | str = "cpu") -> 
     peak = PeakMemory(device)
     run()
     return peak.so_far()
+
+
+def free_memory(device: torch.device | str = "cpu") -> float | None:
+    """Return the memory that can still be allocated on a device, in MiB; None if it cannot be measured."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0] / 2**20
+    try:
+        return _mib("MemAvailable", _MEMORY)
+    except (OSError, StopIteration):
+        return None
+
+
+def format_mib(mib: float) -> str:
+    """Return an amount of memory in GiB.
+
+    >>> format_mib(52_000), format_mib(700)
+    ('51 GiB', '0.7 GiB')
+    """
+    gib = mib / 1024
+    return f"{gib:.0f} GiB" if gib >= 10 else f"{gib:.1f} GiB"
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Estimate of the memory that a text needs.
+
+    Args:
+        needed: Memory in MiB, beyond what is in use.
+        free: Memory in MiB that is free.
+        fits: Number of tokens for which the free memory suffices.
+    """
+
+    needed: float
+    free: float
+    fits: int
+
+
+def estimate_need(run: Callable[[int], Any], tokens: int, device: torch.device | str = "cpu") -> MemoryNeed | None:
+    """Estimate the memory that `run(tokens)` needs, from runs with an eighth and a quarter of the tokens.
+
+    Beyond these, memory is taken to grow linearly, as that of attention in tiles does. None if these runs fail too, or if
+    memory cannot be measured.
+    """
+    few, more = tokens // 8, tokens // 4
+    try:
+        run(few)  # what the first run allocates for good
+        free = free_memory(device)
+        low, high = (extra_memory(partial(run, n), device) for n in (few, more))
+    except (RuntimeError, MemoryError):
+        return None
+    if free is None or low is None or high is None or few == 0:
+        return None
+    each = max(high - low, 0.0) / (more - few)
+    fits = more + (int((free - high) / each) if each and free > high else 0)
+    return MemoryNeed(high + each * (tokens - more), free, min(fits, tokens))
 
 
 def allocated(device: torch.device | str) -> float | None:
@@ -58,5 +118,5 @@ class PeakMemory:
         return max(0.0, _mib("VmHWM") - self.held)
 
 
-def _mib(name: str) -> float:
-    return next(int(line.split()[1]) for line in _STATUS.read_text().splitlines() if line.startswith(name)) / 1024
+def _mib(name: str, file: Path = _STATUS) -> float:
+    return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(name)) / 1024

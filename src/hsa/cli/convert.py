@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,13 +12,14 @@ from cyclopts import Parameter
 from hsa.cli.help import HelpPage
 from hsa.cli.progress import Bars, print_paths
 from hsa.cli.runs import NAMED
-from hsa.errors import InvalidInput
+from hsa.errors import HsaWarning, InvalidInput
 from hsa.huggingface.settings import Kind, LayerSettings, Tree
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hsa.huggingface.fidelity.judge import Judge
+    from hsa.huggingface.fidelity.examples import Examples
+    from hsa.huggingface.fidelity.pieces import Pieces
     from hsa.huggingface.fidelity.report import Report
 
 
@@ -31,15 +33,17 @@ class TextOptions:
         split: Value of the column "split" in the rows to use; by default "validation", else "test", if there is such a
             column.
         join: Join several columns into one text, rather than a pair.
-        limit: Maximum number of texts, drawn at random.
-        max_tokens: Length in tokens at which texts are cut. By default the model's limit, at most 4,096.
+        limit: Maximum number of texts, drawn at random; by default 1,000. For --task lm, of pieces from different texts; by
+            default 16.
+        max_tokens: Length in tokens at which texts are cut, or of the pieces for --task lm. By default the model's limit, at
+            most 4,096.
     """
 
     text: tuple[str, ...] = ()
     label: str | None = None
     split: str | None = None
     join: bool = False
-    limit: int | None = 1000
+    limit: int | None = None
     max_tokens: int | None = None
 
 
@@ -89,7 +93,7 @@ HELP = HelpPage(
     examples={
         "hsa convert tuned test.csv": "default settings",
         'hsa convert tuned test.csv --budget "accuracy -0.5"': "search settings",
-        "hsa convert gpt2 books.csv --task lm --max-tokens 1024": "a language model",
+        'hsa convert gpt2 a.csv --task lm --budget "perplexity 1%"': "a language model",
     },
     common=(
         *("task", "text", "label", "limit", "max_tokens"),
@@ -114,7 +118,7 @@ def convert(
     task: Literal["classification", "embedding", "lm"] = "classification",
     budget: str | None = None,
     calibration: Path | None = None,
-    calibrate_on: int = 128,
+    calibrate_on: int | None = None,
     every_layer: bool = False,
     out: Path | None = None,
     lengths: tuple[int, ...] = (),
@@ -131,7 +135,7 @@ def convert(
 
     With --budget it searches the settings of each layer. Budgets are "ops 4x" (a quarter of the operations),
     "accuracy -0.5" (at most half a point lost), "kept 98%" (of the predictions), "cosine 0.985" (between embeddings) and
-    "perplexity +1%".
+    "perplexity +0.5%".
 
     Load the converted model with transformers, then call `hsa.huggingface.convert(model)` to switch to the attention that
     its config describes.
@@ -144,7 +148,8 @@ def convert(
         budget: Budget of quality or operations, such as "accuracy -0.5" or "ops 4x", to search settings for. Replaces the
             settings of layers.
         calibration: File of texts to search on; by default some of DATA, which are then left out of the report.
-        calibrate_on: Maximum number of texts to search on; at most half of DATA.
+        calibrate_on: Maximum number of texts to search on, at most half of DATA; by default 128. For --task lm, of pieces;
+            by default 4.
         every_layer: Convert every layer, with --budget; by default the search may keep layers exact.
         out: Folder for the results; runs/convert-NAME by default. A search reuses the measurements in this folder.
         lengths: Lengths in tokens to measure time and memory at; several up to the longest input by default.
@@ -190,7 +195,7 @@ def _convert(
     task: str,
     budget: str | None,
     calibration: Path | None,
-    calibrate_on: int,
+    calibrate_on: int | None,
     every_layer: bool,
     folder: Path,
     lengths: tuple[int, ...],
@@ -201,17 +206,13 @@ def _convert(
 ) -> tuple[Report, Any, Any]:
     import torch
 
-    from hsa.huggingface.conversion import convert_as
-    from hsa.huggingface.fidelity.calibrate import Budget, calibrate
-    from hsa.huggingface.fidelity.examples import SPLITS, load_examples
-    from hsa.huggingface.fidelity.judge import Judge
-    from hsa.huggingface.fidelity.report import Report
-    from hsa.huggingface.fidelity.timing import list_lengths, time_model
+    from hsa.huggingface.fidelity.calibrate import METRICS, Budget
     from hsa.huggingface.loading import load_for_task, most_tokens
+    from hsa.training.failures import OutOfMemory, catch_oom
 
     check_counts(limit=read.limit, max_tokens=read.max_tokens, calibrate_on=calibrate_on)
-    if budget is not None:
-        Budget.parse(budget)  # before anything is loaded
+    if budget is not None:  # before anything is loaded
+        Budget.parse(budget).check(METRICS[task])
         named = sorted(NAMED.get() & set(vars(options)))
         if named:
             raise InvalidInput(
@@ -221,58 +222,181 @@ def _convert(
                 fix="--budget searches layers and settings itself",
             )
     device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"
-    texts = {"text": read.text, "label": read.label, "join": read.join}
-    examples = load_examples(data, split=read.split, **texts)  # type: ignore[arg-type]
+    examples, held = _load_texts(data, calibration if budget is not None else None, read)
     bars.say(f"loading {name}")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model, tokenizer = load_for_task(name, task, device=device, dtype=dtype)
     most = most_tokens(model, tokenizer)
-    longest = min(read.max_tokens or 4096, most)
+    longest = _length(read.max_tokens, most)
     too_long = next((length for length in lengths if not 1 <= length <= most), None)
     if too_long is not None:
         raise InvalidInput("lengths", got=too_long, expected=f"1 to {most:,}, the limit of the model")
-    budget_tokens = 2**17 if device == "cuda" else 2**13
-
-    def judge_of(texts: Any) -> Judge:
-        return Judge(texts, task, model, tokenizer, longest=longest, batch_tokens=budget_tokens)
-
-    search = None
-    if budget is not None:
-        if calibration is not None:
-            held = load_examples(calibration, usual=("train", *SPLITS), **texts)  # type: ignore[arg-type]
-        else:
-            held = examples.sample(min(calibrate_on, len(examples) // 2), seed=1)
-            examples = _without(examples, held)
-        with bars.running() as watch:
-            search = calibrate(
-                model,
-                judge_of(held.sample(calibrate_on)),
-                budget,
-                every_layer=every_layer,
-                tokenizer=tokenizer,
-                folder=folder,
-                watch=watch,
-            )
-        settings = search.settings
-    else:
-        settings = _settings(model, tokenizer, options)
-    judge = judge_of(examples.sample(read.limit))
-    convert_as(model, {}, tokenizer=tokenizer)
-    with bars.running() as watch:
-        before = judge.ask(model, bars.counter(watch, "original", len(judge)))
-        convert_as(model, settings, tokenizer=tokenizer)
-        after = judge.ask(model, bars.counter(watch, "converted", len(judge)))
-        timed_lengths = list(lengths) or list_lengths(longest)
-        timed = time_model(
-            model,
-            settings,
-            timed_lengths,
-            tokenizer=tokenizer,
-            watch=lambda length: watch("time at each length", timed_lengths.index(length) + 1, len(timed_lengths)),
-        )
+    drawn = _Drawn.of(examples, held, task, tokenizer, longest, budget, calibrate_on, read.limit)
+    if drawn.note:
+        bars.say(drawn.note)
     short = Path(name).name if Path(name).is_dir() else name
-    report = Report.of(short, judge, settings, before, after, timed=timed, calibration=search, budget=budget)
-    return report, model, tokenizer
+    settings = _settings(model, tokenizer, options) if budget is None else None
+    run = _Run(short, task, model, tokenizer, longest, lengths, settings, budget, every_layer, folder, bars)
+    batch = {"cpu": 2**13, "cuda": 2**15 if task == "lm" else 2**17}[device]
+    for batch_tokens in (batch, longest) if batch >= 2 * longest else (longest,):
+        try:
+            return catch_oom(run.measure)(drawn, batch_tokens), model, tokenizer
+        except OutOfMemory:
+            if batch_tokens > longest:
+                bars.say("out of memory; one text at a time")
+    raise run.explain_oom(device)
+
+
+def _load_texts(data: Path, calibration: Path | None, read: TextOptions) -> tuple[Examples, Examples | None]:
+    """Return the texts of the data, and those of the file to search on if there is one."""
+    from hsa.huggingface.fidelity.examples import SPLITS, load_examples
+
+    examples = load_examples(data, text=read.text, label=read.label, join=read.join, split=read.split)
+    if calibration is None:
+        return examples, None
+    usual = ("train", *SPLITS)
+    return examples, load_examples(calibration, text=read.text, label=read.label, join=read.join, usual=usual)
+
+
+def _length(wanted: int | None, most: int) -> int:
+    """Return the length at which texts are cut. Warn if it is not the one that the user wants."""
+    if wanted is not None and wanted > most:
+        warnings.warn(
+            f"--max-tokens {wanted}: the model reads at most {most:,} tokens, so texts are cut there. Models with rotary "
+            "positions read more if these are scaled, for example with YaRN: rope_parameters in config.json",
+            HsaWarning,
+            stacklevel=2,
+        )
+    return min(wanted or 4096, most)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Texts, or pieces of texts for a language model, to report on, and to search on with a budget."""
+
+    report: Examples | Pieces
+    search: Examples | Pieces | None = None
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        examples: Examples,
+        held: Examples | None,
+        task: str,
+        tokenizer: Any,
+        longest: int,
+        budget: str | None,
+        calibrate_on: int | None,
+        limit: int | None,
+    ) -> _Drawn:
+        if task != "lm":
+            searched = calibrate_on or 128
+            if budget is None:
+                return cls(examples.sample(limit or 1000))
+            if held is None:
+                held = examples.sample(min(searched, len(examples) // 2), seed=1)
+                examples = _without(examples, held)
+            return cls(examples.sample(limit or 1000), held.sample(searched))
+        from hsa.huggingface.fidelity.pieces import CHUNK, cut_pieces, split_pieces
+
+        reported, searched = limit or 16, calibrate_on or 4
+        if budget is None:
+            pieces = cut_pieces(examples, tokenizer, longest, reported)
+            return cls(pieces, None, f"reporting on {pieces}")
+        if longest <= CHUNK:
+            raise InvalidInput(
+                "max_tokens",
+                got=longest,
+                expected=f"more than {CHUNK} with --budget, as decoders attend exactly inside chunks of {CHUNK} tokens",
+            )
+        if held is None:
+            search, report = split_pieces(examples, tokenizer, longest, searched, reported)
+        else:
+            search = cut_pieces(held, tokenizer, longest, searched)
+            report = cut_pieces(examples, tokenizer, longest, reported)
+        return cls(report, search, f"searching on {search}, reporting on {report}")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A model and how to convert and measure it."""
+
+    name: str
+    task: str
+    model: Any
+    tokenizer: Any
+    longest: int
+    lengths: tuple[int, ...]
+    settings: dict[int, LayerSettings] | None  # None to search for them
+    budget: str | None
+    every_layer: bool
+    folder: Path
+    bars: Bars
+
+    def measure(self, drawn: _Drawn, batch_tokens: int) -> Report:
+        """Search for settings if there is a budget, convert the model, and compare it with the original."""
+        from hsa.huggingface.conversion import convert_as
+        from hsa.huggingface.fidelity.calibrate import calibrate
+        from hsa.huggingface.fidelity.judge import Judge
+        from hsa.huggingface.fidelity.report import Report
+        from hsa.huggingface.fidelity.timing import list_lengths, time_model
+
+        def judge_of(texts: Any) -> Judge:
+            return Judge(texts, self.task, self.model, self.tokenizer, longest=self.longest, batch_tokens=batch_tokens)
+
+        model, tokenizer, settings, search = self.model, self.tokenizer, self.settings, None
+        if settings is None:
+            assert self.budget is not None
+            with self.bars.running() as watch:
+                search = calibrate(
+                    model,
+                    judge_of(drawn.search),
+                    self.budget,
+                    every_layer=self.every_layer,
+                    tokenizer=tokenizer,
+                    folder=self.folder,
+                    watch=watch,
+                )
+            settings = search.settings
+        judge = judge_of(drawn.report)
+        convert_as(model, {}, tokenizer=tokenizer)
+        with self.bars.running() as watch:
+            before = judge.ask(model, self.bars.counter(watch, "original", len(judge)))
+            convert_as(model, settings, tokenizer=tokenizer)
+            after = judge.ask(model, self.bars.counter(watch, "converted", len(judge)))
+            lengths = list(self.lengths) or list_lengths(self.longest)
+            timed = time_model(
+                model,
+                settings,
+                lengths,
+                tokenizer=tokenizer,
+                watch=lambda length: watch("time at each length", lengths.index(length) + 1, len(lengths)),
+            )
+        return Report.of(self.name, judge, settings, before, after, timed=timed, calibration=search, budget=self.budget)
+
+    def explain_oom(self, device: str) -> Exception:
+        """Return the error for texts that do not fit into memory one at a time."""
+        import torch
+
+        from hsa.cli.out_of_memory import explain
+        from hsa.huggingface.conversion import convert, convert_as
+        from hsa.huggingface.fidelity.next_tokens import final_states, mean_losses
+
+        model = convert(self.model, tokenizer=self.tokenizer)
+        if self.settings:
+            convert_as(model, self.settings, tokenizer=self.tokenizer)
+
+        @torch.inference_mode()
+        def run(tokens: int) -> None:
+            ids = torch.ones(1, tokens, dtype=torch.long, device=device)
+            if self.task == "lm":
+                mean_losses(model, ids, final_states(model, ids))
+            else:
+                model(input_ids=ids)
+
+        smaller = "Pass smaller --max-tokens" + (" or --lengths" if self.lengths else "")
+        return explain(run, self.longest, device, lambda fits: f"Pass --max-tokens {fits}", smaller)
 
 
 def check_counts(**counts: int | None) -> None:
@@ -319,7 +443,7 @@ def _show(console: Console, report: Report, folder: Path, pictures: list[Path]) 
 
     console.print(Text(f"{report.model} on {report.data}: {report.summary}"))
     table(HEADERS["scores"], report.score_rows())
-    table(HEADERS["layers"], report.layer_rows(), "million operations per text")
+    table(HEADERS["layers"], report.layer_rows(), f"million operations per {report.unit}")
     if report.calibration is not None:
         table(frontier_header(report.calibration.frontier), report.frontier_rows(), "on the texts of the search")
     table(HEADERS["times"], report.time_rows(), "one sequence, forward")

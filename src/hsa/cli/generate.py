@@ -63,6 +63,7 @@ def generate(
     from hsa.generation.generate_text import generate as stream_text
     from hsa.generation.sampling import Sampling
     from hsa.models.saved import is_transformers
+    from hsa.training.failures import OutOfMemory, catch_oom
 
     sampling = Sampling(temperature, sample_top_k, sample_top_p, seed)
     device = "cpu" if cpu or not torch.cuda.is_available() else "cuda"
@@ -92,11 +93,12 @@ def generate(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show must not end the text
     try:
-        for piece in stream:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+        catch_oom(_write)(stream)
     except KeyboardInterrupt:
         pass
+    except OutOfMemory:
+        sys.stdout.write("\n" * bool(stream.ids))
+        raise _explain_oom(stream, device) from None
     sys.stdout.write("\n")
     sys.stdout.flush()
     print(_summary(stream), file=sys.stderr)
@@ -109,6 +111,32 @@ def _check_graph(model: Path, device: str, is_transformers: bool) -> None:
     if not is_transformers:
         fix = "Leave out --graph"
         raise InvalidInput("--graph", got=f"{model}, a model of hsa train", expected="a transformers model", fix=fix)
+
+
+def _write(stream: TextStream) -> None:
+    for piece in stream:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+
+def _explain_oom(stream: TextStream, device: str) -> Exception:
+    """Return the error for a text that does not fit into memory."""
+    import torch
+
+    from hsa.cli.out_of_memory import explain
+
+    model, tokens, generated = stream.model, len(stream.prompt) + len(stream.ids), len(stream.ids)
+    stream.cache = None  # its memory is needed to measure
+
+    @torch.no_grad()
+    def run(length: int) -> None:
+        ids = torch.ones(length, dtype=torch.long, device=device)
+        model.read(ids, [length], model.new_cache(1))
+
+    def fix(fits: int) -> str:
+        return f"Shorten the prompt to about {max(1, fits - generated):,} tokens"
+
+    return explain(run, tokens, device, fix, "Shorten the prompt")
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -95,6 +96,7 @@ def attend_tree(
     else:
         prepared = _prepare_multiscale(settings, call, sequences, packed)
     operator, forest, structure, options, keys = prepared
+    run = operator if keys is None else partial(operator, keys=keys)
     q, k, v = packed
     counted, probe = COUNTER.get(), PROBE.get()
     if counted is not None:
@@ -103,8 +105,8 @@ def attend_tree(
             plan.number, flops(structure, heads * dim, heads, **options), exact_operations(call.query, sequences)
         )
     if probe is not None and settings.kind != "hierarchical":
-        probe.add(plan.number, _errors(operator, probe, packed, forest, call, sequences))
-    out = operator(q, k, v, forest) if keys is None else operator(q, k, v, forest, keys=keys)
+        probe.add(plan.number, _errors(run, probe, packed, forest, call, sequences))
+    out = run(q, k, v, forest)
     values = sequences.queries.unpack(out).transpose(1, 2)
     weights = _dense(operator, q, k, forest, sequences) if call.weights else None
     return Output(values, weights, keys, structure if isinstance(structure, TileSelection) else None)
@@ -243,8 +245,8 @@ def _errors(
     sequences: Sequences,
 ) -> Tensor:
     """Return squared distances from exact attention, `[biases, heads]`."""
-    options: dict[str, Any] = {"causal": sequences.causal, "scale": call.scale, "dropout_p": 0.0}
-    values, _ = attend_exactly(call.query, call.key, call.value, sequences.allowed(), **options)
+    plain = replace(call, dropout_p=0.0, weights=False)  # in memory that does not grow with queries × keys
+    values = attend_softmax(plain, sequences.allowed(), sequences.causal).values
     exact_output = sequences.queries.pack(values.transpose(1, 2)).float()
     outputs = (operator(*packed, forest, pooled_bias=bias) for bias in probe.biases)
     return torch.stack([(out.float() - exact_output).square().sum((0, 2)) for out in outputs])

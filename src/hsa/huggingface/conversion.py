@@ -100,13 +100,7 @@ def convert(
         tile=tile,
     )
     by_number = _by_number(modules, saved, layers, passed)
-    for number, layer in by_number.items():
-        layer.check(number, causal=is_causal(modules[number]))
-    if tokenizer is None and inner is not model and is_tokenizer(getattr(model, "tokenizer", None)):
-        tokenizer = model.tokenizer  # type: ignore[attr-defined]
-    vocabulary = _vocabulary(modules, tokenizer, by_number.values(), saved)
-    wrappers = [module for module in model.modules() if contains(module, inner)]  # type: ignore[attr-defined]
-    _apply(inner, modules, ModelSettings(by_number, vocabulary.special_ids), vocabulary, wrappers)
+    _convert_layers(model, inner, modules, by_number, saved, tokenizer)
     return model
 
 
@@ -181,8 +175,12 @@ def convert_as(model: Model, settings: Mapping[int, LayerSettings], *, tokenizer
     {0: 4, 2: 16}
     """
     revert(model)
-    for number, layer in settings.items():
-        convert(model, [number], tokenizer=tokenizer, **{**vars(layer), "threshold": _of_layer(layer.threshold)})
+    if settings:
+        inner = find_transformer(model)
+        modules = attention_layers(inner)
+        by_number = {_numbers(number, len(modules))[0]: layer for number, layer in settings.items()}
+        _check_layers(by_number, modules)
+        _convert_layers(model, inner, modules, by_number, ModelSettings({}), tokenizer)
     return model
 
 
@@ -233,23 +231,17 @@ def _by_number(
         if missing or not passed:
             restored = {number: replace(saved.layers[number], tree=function) for number in missing}
             return {**saved.layers, **restored}
-    if passed.get("tree") == FUNCTION:
-        raise InvalidInput("tree", expected="the function itself", got=repr(FUNCTION))
     per_layer = entries_of(passed.get("threshold"))
     new = LayerSettings(**passed if per_layer is None else {**passed, "threshold": None})
     numbers = _default_layers(modules) if layers is None else _numbers(layers, len(modules))
     if not numbers:
         reasons = " or ".join(sorted({f"{why_not_convert(module)}" for module in modules}))
         raise InvalidInput("model", got=f"only layers with {reasons}", expected=f"layers with {PLAIN}")
-    for number in numbers:
-        if reason := why_not_convert(modules[number]):
-            fix = f"Leave layer {number} out of layers"
-            raise InvalidInput("layers", got=f"layer {number}, with {reason}", expected=f"layers with {PLAIN}", fix=fix)
     by_number = dict.fromkeys(numbers, new)
     if per_layer is not None:
         thresholds = _check_thresholds(per_layer, numbers)
         by_number = {number: replace(new, threshold=threshold) for number, threshold in thresholds.items()}
-    _check_heads(by_number, modules)
+    _check_layers(by_number, modules)
     return {**saved.layers, **by_number}
 
 
@@ -276,11 +268,6 @@ def _numbers(layers: Any, count: int) -> list[int]:
     return sorted(numbers) if isinstance(layers, (set, frozenset)) else list(dict.fromkeys(numbers))
 
 
-def _of_layer(threshold: Threshold | None) -> Any:
-    """Return the threshold of a single layer, as `convert` takes it."""
-    return [threshold] if isinstance(threshold, tuple) else threshold
-
-
 def _check_thresholds(thresholds: Sequence[Any], numbers: list[int]) -> dict[int, Threshold]:
     """Return the threshold of each layer, given one after another."""
     if len(thresholds) != len(numbers):
@@ -294,9 +281,14 @@ def _check_thresholds(thresholds: Sequence[Any], numbers: list[int]) -> dict[int
     return {number: check_threshold(x, f"threshold[{i}]") for i, (number, x) in enumerate(pairs)}
 
 
-def _check_heads(settings: Mapping[int, LayerSettings], modules: list[Any]) -> None:
-    """Check that settings with several numbers have one for each head of their layer."""
+def _check_layers(settings: Mapping[int, LayerSettings], modules: list[Any]) -> None:
+    """Check that these layers can be converted, and that their settings fit their heads."""
     for number, layer in settings.items():
+        if layer.tree == FUNCTION:
+            raise InvalidInput("tree", expected="the function itself", got=repr(FUNCTION))
+        if reason := why_not_convert(modules[number]):
+            fix = f"Leave layer {number} out of layers"
+            raise InvalidInput("layers", got=f"layer {number}, with {reason}", expected=f"layers with {PLAIN}", fix=fix)
         heads = getattr(modules[number].config, "num_attention_heads", None)
         for name in ("threshold", "pooled_bias"):
             value = getattr(layer, name)
@@ -333,6 +325,24 @@ def _vocabulary(
                 fix="Call convert(model, tokenizer=AutoTokenizer.from_pretrained(…), …)",
             )
     return known
+
+
+def _convert_layers(
+    model: Any,
+    inner: Any,
+    modules: list[Any],
+    by_number: dict[int, LayerSettings],
+    saved: ModelSettings,
+    tokenizer: Any,
+) -> None:
+    """Check the settings of all converted layers of `inner`, the transformers model inside `model`, and apply them."""
+    for number, layer in by_number.items():
+        layer.check(number, causal=is_causal(modules[number]))
+    if tokenizer is None and inner is not model and is_tokenizer(getattr(model, "tokenizer", None)):
+        tokenizer = model.tokenizer
+    vocabulary = _vocabulary(modules, tokenizer, by_number.values(), saved)
+    wrappers = [module for module in model.modules() if contains(module, inner)]
+    _apply(inner, modules, ModelSettings(by_number, vocabulary.special_ids), vocabulary, wrappers)
 
 
 def _apply(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hsa.errors import HsaWarning
+from hsa.huggingface.loading import trained_context
 from hsa.huggingface.passes import CURRENT, Pass
 from hsa.huggingface.settings import LayerSettings
 from hsa.huggingface.vocabulary import Vocabulary
@@ -16,14 +19,16 @@ from hsa.huggingface.vocabulary import Vocabulary
 class Conversion:
     """State of a converted model: its vocabulary, its hooks, and its former attention implementation.
 
-    Hooks record the token ids of each forward pass, if a layer needs them, and put caches of trees into empty caches. They
-    are methods, so that copied and unpickled models have their own.
+    Hooks record the token ids of each forward pass, if a layer needs them, put caches of trees into empty caches, and warn
+    about texts that are too long for the model. They are methods, so that copied and unpickled models have their own.
     """
 
     def __init__(self, before: str | None):
         self.before = before  # name of the former attention implementation
         self.vocabulary = Vocabulary()
         self.tree_caches: Mapping[int, LayerSettings] = {}  # by index in the model's cache
+        self.warned = False  # of a text that is too long
+        self._context: int | None = None
         self._hooks: list[Any] = []
         self._wrapper_hooks: list[Any] = []
 
@@ -52,6 +57,7 @@ class Conversion:
             if record_ids:
                 self._hooks += self._record(model, self._begin)
             if self.tree_caches:
+                self._context = trained_context(model.config)
                 self._hooks.append(model.register_forward_pre_hook(self._prepare_cache, with_kwargs=True))
         if record_ids:
             for wrapper in wrappers:
@@ -73,6 +79,8 @@ class Conversion:
         from hsa.huggingface.cache import MAX_LENGTH, cache_trees
 
         cache = options.get("past_key_values")
+        if not self.warned and self._context is not None:
+            self._check_length(module, options.get("input_ids", arguments[0] if arguments else None), options, cache)
         asks = options.get("use_cache") and options.get("encoder_hidden_states") is None and not arguments[1:]
         if cache is None and asks:
             cache = DynamicCache(config=module.config.get_text_config(decoder=True))
@@ -80,6 +88,22 @@ class Conversion:
             return None
         cache_trees(cache, self.tree_caches, MAX_LENGTH.get())
         return arguments, {**options, "past_key_values": cache}
+
+    def _check_length(self, module: Any, tokens: Any, options: dict[str, Any], cache: Any) -> None:
+        """Warn about the first text that is longer than those that the model was trained on."""
+        tokens = options.get("inputs_embeds") if tokens is None else tokens
+        seen = 0 if cache is None else cache.get_seq_length()
+        if not isinstance(tokens, Tensor) or tokens.ndim < 2 or not isinstance(seen, int):
+            return  # some caches count on the GPU, and reading that would wait for it
+        length = seen + tokens.shape[1]
+        if self._context is not None and length > self._context:
+            self.warned = True
+            warnings.warn(
+                f"{type(module).__name__} reads {length:,} tokens, but was trained on at most {self._context:,}: results "
+                "may be poor. Scale its positions, for example with YaRN: rope_parameters in config.json",
+                HsaWarning,
+                stacklevel=2,
+            )
 
     @torch.compiler.disable
     def _begin(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -57,7 +58,7 @@ def attention_layers(model: Any) -> list[nn.Module]:
 
     if not isinstance(model, PreTrainedModel):
         raise Unsupported(f"{type(model).__name__} is not a transformers model; pass a PreTrainedModel")
-    users = [module for module in model.modules() if _uses_interface(type(module))]
+    users = [module for module in model.modules() if _uses_interface(type(module))]  # type: ignore[arg-type]
     if getattr(model.config, "is_encoder_decoder", False) and any(getattr(m, "is_decoder", False) for m in users):
         raise Unsupported(
             f"{type(model).__name__} has a decoder that attends to an encoder; convert the encoder alone: "
@@ -90,6 +91,7 @@ def set_attention_dropout(model: Any, p: float) -> None:
                 setattr(module, name, p)
 
 
+@cache  # reading the source takes milliseconds, and a model has hundreds of modules
 def _uses_interface(kind: type[nn.Module]) -> bool:
     try:
         return _MARK in inspect.getsource(kind.forward)

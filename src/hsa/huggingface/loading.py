@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hsa.analysis.memory import format_mib, free_memory
 from hsa.errors import HsaError, InvalidInput, MissingExtra
 from hsa.files import write_together
 from hsa.huggingface.layers import attention_layers, is_causal
@@ -129,6 +130,14 @@ def load_for_task(
     """
     library = transformers_library()
     with loading(name):
+        config = library.AutoConfig.from_pretrained(name)
+        if task == "lm" and config.is_encoder_decoder:
+            raise InvalidInput(
+                name,
+                expected="a causal language model, such as GPT-2, Llama or Qwen",
+                got=f"an encoder–decoder ({config.model_type})",
+                fix="In Python, convert its encoder: hsa.huggingface.convert(model.get_encoder())",
+            )
         tokenizer = library.AutoTokenizer.from_pretrained(name)
         model, missing = load_weights(getattr(library, KINDS[task]), name, dtype)
     check_complete(name, model, missing, fix="Fine-tune it first: hsa finetune" if task == "classification" else None)
@@ -141,7 +150,21 @@ def load_for_task(
         )
     if task == "classification":
         _name_padding(model, tokenizer)
+    if torch.device(device).type == "cuda":
+        check_room(name, model, free_memory(device))
     return model.eval().to(device), tokenizer
+
+
+def check_room(name: str, model: torch.nn.Module, free: float | None) -> None:
+    """Refuse a model whose weights are larger than the free memory of a GPU, in MiB."""
+    weights = sum(weight.nbytes for weight in model.parameters()) / 2**20
+    if free is not None and weights > free:
+        raise InvalidInput(
+            name,
+            got=f"weights of {format_mib(weights)}",
+            expected=f"at most the {format_mib(free)} of memory that are free on the GPU",
+            fix="Pass --cpu, or a smaller model",
+        )
 
 
 def _name_padding(model: Any, tokenizer: Any) -> None:
@@ -173,11 +196,26 @@ def load_for_training(name: str, classes: list[str], *, fresh: bool = False) -> 
 
 
 def most_tokens(model: Any, tokenizer: Any, usual: int = 512) -> int:
-    """Return the number of tokens that the model's position table, if it has one, and its tokenizer allow."""
+    """Return the number of tokens that the model's positions, if it has a limit, and its tokenizer allow."""
     tables = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
     table = next((m for m in tables if isinstance(m, torch.nn.Embedding)), None)
     if table is not None:  # RoBERTa's positions start after the padding index
         positions = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
     else:
-        positions = getattr(model.config, "max_position_embeddings", None) or usual
+        positions = trained_context(model.config) or usual
+        if positions > (getattr(model.config, "max_position_embeddings", None) or positions):
+            return positions  # scaled afterwards, which the tokenizer does not know
     return min(positions, tokenizer.model_max_length)
+
+
+def trained_context(config: Any) -> int | None:
+    """Return the number of tokens that a model was trained to read, according to its config; None if it does not say.
+
+    A factor by which rotary positions are scaled counts.
+    """
+    config = config.get_text_config(decoder=True)
+    most = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or {}
+    if most is None or "factor" not in scaling:  # Gemma 3 has factors by kind of layer, which `most` includes
+        return most
+    return max(most, int(scaling["factor"] * scaling.get("original_max_position_embeddings", most)))

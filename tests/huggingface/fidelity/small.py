@@ -28,9 +28,9 @@ def classifier(kind="Bert", seed=1, **changes):
     return getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
 
 
-def language_model(seed=1):
+def language_model(seed=1, **changes):
     torch.manual_seed(seed)
-    return FAMILIES["llama"](**DECODER).eval()
+    return FAMILIES["llama"](**{**DECODER, **changes}).eval()
 
 
 def save(folder, model):

@@ -16,6 +16,7 @@ from hsa.huggingface.conversion import convert_as
 from hsa.huggingface.fidelity import calibrate as calibration
 from hsa.huggingface.fidelity.calibrate import CANDIDATES, CAUSAL_CANDIDATES, Budget, calibrate, trace_hull
 from hsa.huggingface.fidelity.judge import Judge
+from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.fidelity.small import (
     CHEAP,
     CLUSTERED,
@@ -45,7 +46,9 @@ def asked(monkeypatch):
     """Record the converted layers of each pass over the examples."""
     seen, ask = [], Judge.ask
     monkeypatch.setattr(
-        Judge, "ask", lambda self, model, *rest: (seen.append(settings_of(model)), ask(self, model, *rest))[1]
+        Judge,
+        "ask",
+        lambda self, model, *rest, **more: (seen.append(settings_of(model)), ask(self, model, *rest, **more))[1],
     )
     return seen
 
@@ -60,6 +63,8 @@ def asked(monkeypatch):
         (" kept 98% ", "kept", 98),
         ("cosine 0.985", "cosine", 0.985),
         ("perplexity +1%", "perplexity", 1),
+        ("perplexity 0.5", "perplexity", 0.5),
+        ("kept 0%", "kept", 0),
         ("f1 -1 point", "f1", -1),
     ],
 )
@@ -70,6 +75,29 @@ def test_budgets(text, metric, value):
 @pytest.mark.parametrize("text", ["", "ops", "4x", "ops fast", "ops 1.2.3", "ops .", "ops 4y", "ops 4x more", "kept -"])
 def test_texts_that_are_not_budgets(text):
     with pytest.raises(InvalidInput, match=rf"budget: expected a metric and a value.*, got {re.escape(repr(text))}$"):
+        Budget.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("perplexity -1%", "expected a rise in percent, such as perplexity +0.5%, got 'perplexity -1%'"),
+        ("perplexity 5x", "expected a rise in percent, such as perplexity +0.5%, got 'perplexity 5x'"),
+        ("perplexity 1 point", "expected a rise in percent"),
+        ("ops 0.5x", "expected a factor of 1 or more, such as ops 4x, got 'ops 0.5x'"),
+        ("ops -2x", "expected a factor of 1 or more"),
+        ("ops 50%", "expected a factor of 1 or more"),
+        ("kept 101%", "expected a share of the answers in percent, such as kept 98%, got 'kept 101%'"),
+        ("kept 0.98", "expected a share of the answers in percent"),
+        ("cosine 2", "expected a number up to 1, such as cosine 0.985, got 'cosine 2'"),
+        ("cosine 98%", "expected a number up to 1"),
+        ("accuracy 98", "expected a loss in points, such as accuracy -0.5, got 'accuracy 98'"),
+        ("accuracy 2x", "expected a loss in points"),
+        ("speed 2x", "expected one of ops, accuracy, kept, .*, spearman, perplexity, got 'speed'$"),
+    ],
+)
+def test_budgets_that_make_no_sense(text, message):
+    with pytest.raises(InvalidInput, match=f"^budget: {message.replace('+', '[+]')}"):
         Budget.parse(text)
 
 
@@ -95,7 +123,17 @@ def test_points_that_keep_to_a_budget():
         "perplexity +1%": True,
         "perplexity +0.9%": False,
     }.items():
-        assert Budget.parse(text).holds(point, original) is wanted
+        budget = Budget.parse(text)
+        assert budget.holds(point, original) is wanted
+        assert (budget.margin(point, original) >= 0) is wanted
+    for text, wanted in {
+        "ops 3x": "3.00 times fewer operations",
+        "accuracy -0.5": "accuracy -0.40 points at 3.00 times fewer operations",
+        "kept 98%": "98.5% of the answers at 3.00 times fewer operations",
+        "cosine 0.985": "cosine 0.9900 at 3.00 times fewer operations",
+        "perplexity +1%": "perplexity +1.00% at 3.00 times fewer operations",
+    }.items():
+        assert Budget.parse(text).reached(point, original) == wanted
 
 
 @given(
@@ -147,8 +185,10 @@ def test_a_budget_that_nothing_keeps_to(model, judge):
     assert not result.holds
     assert result.frontier[-1]["chosen"]  # the cheapest
     assert len(result.settings) == 2
-    result = calibrate(model, judge, "kept 101%", candidates=WAYS)
+    assert result.reached == f"{judge.ask(convert_as(model, result.settings)).counted.ratio:.2f} times fewer operations"
+    result = calibrate(model, judge, Budget("kept", 101), candidates=WAYS)
     assert (result.holds, result.settings) == (False, {})
+    assert result.reached == "100.0% of the answers at 1.00 times fewer operations"
 
 
 def test_a_budget_of_a_score(model, judge):
@@ -158,7 +198,7 @@ def test_a_budget_of_a_score(model, judge):
 
 
 def test_every_layer(model, judge):
-    result = calibrate(model, judge, "kept 101%", candidates=WAYS, every_layer=True)
+    result = calibrate(model, judge, "ops 1x", candidates=WAYS, every_layer=True)
     assert set(result.settings) == {0, 1}
     assert {point["converted"] for point in result.frontier} == {2}
     nearest = {
@@ -201,10 +241,10 @@ def test_an_interrupted_search_resumes(model, judge, tmp_path, asked, monkeypatc
     asked.clear()
     counted = Judge.ask
 
-    def breaks(self, model, *rest):
+    def breaks(self, model, *rest, **more):
         if len(asked) == 4:
             raise KeyboardInterrupt
-        return counted(self, model, *rest)
+        return counted(self, model, *rest, **more)
 
     monkeypatch.setattr(Judge, "ask", breaks)
     with pytest.raises(KeyboardInterrupt):
@@ -261,20 +301,106 @@ def test_biases_do_not_break_the_budget(model, judge, monkeypatch):
 
 
 def test_budgets_of_unknown_metrics(model, judge):
-    with pytest.raises(InvalidInput, match=r"budget: expected one of ops, accuracy, .*, kept, got 'speed'$"):
-        calibrate(model, judge, "speed 2x", candidates=WAYS)
+    match = (
+        r"budget: expected one of ops, accuracy, .*, kept, got 'perplexity'. perplexity is a budget for the task lm$"
+    )
+    with pytest.raises(InvalidInput, match=match):
+        calibrate(model, judge, "perplexity +1%", candidates=WAYS)
     encoder = classifier().bert
     texts = Judge(examples(4, labels=False, parts=2), "embedding", encoder, tokenizer(), longest=LONGEST)
     with pytest.raises(InvalidInput, match=r"budget: expected one of ops, cosine, got 'spearman'$"):
         calibrate(encoder, texts, "spearman -1", candidates=WAYS)
 
 
-def test_language_models(asked):
+def test_language_models():
     model = language_model()
     judge = Judge(examples(6), "lm", model, tokenizer(), longest=LONGEST)
     result = calibrate(model, judge, "perplexity +1000%", candidates=[CHEAP])
     assert result.holds
-    assert "perplexity" in result.frontier[0]
+    assert set(result.settings) == {0, 1}
+    before = judge.ask(model)
+    for row in result.sensitivities:
+        alone = judge.ask(convert_as(model, {row["layer"]: CHEAP}), against=before)
+        assert row["distance"] == pytest.approx(judge.distance(before, alone))
+        assert row["distance"] > 0
+    after = judge.ask(convert_as(model, result.settings), against=before)
+    change = 100 * judge.compare(before, after)["perplexity change"]
+    assert result.reached == f"perplexity {change:+.2f}% at {after.counted.ratio:.2f} times fewer operations"
+    with pytest.raises(
+        InvalidInput, match=r"budget: expected one of ops, perplexity, got 'kept'. kept is a budget for"
+    ):
+        calibrate(model, judge, "kept 98%", candidates=[CHEAP])
+
+
+def test_a_perplexity_that_no_converted_layer_keeps(monkeypatch):
+    """Take the point with the smallest rise, which need not be the first of the path."""
+    model = language_model()
+    judge = Judge(examples(6), "lm", model, tokenizer(), longest=LONGEST)
+    compare = Judge.compare
+    monkeypatch.setattr(
+        Judge, "compare", lambda *both: {"perplexity change": 0.2 + abs(compare(*both)["perplexity change"])}
+    )
+    result = calibrate(model, judge, "perplexity +1%", candidates=(CHEAP, NEAR), every_layer=True)
+    assert not result.holds
+    assert set(result.settings) == {0, 1}
+    least = min(result.frontier, key=lambda point: point["perplexity change"])
+    assert least["chosen"]
+    assert re.fullmatch(r"perplexity \+\d+\.\d\d% at \d\.\d\d times fewer operations", result.reached)
+
+
+def test_rounding_in_half_precision_is_not_a_change(monkeypatch):
+    """Distances of faithful settings are those of a model in float32, not those of rounding."""
+    monkeypatch.setattr(calibration, "POINTS", 2)
+    model = language_model(vocab_size=59, max_position_embeddings=600)
+    known = tokenizer()
+    candidates = [LayerSettings(branching=(8, 2, 2), tile=8, threshold=threshold) for threshold in (0.5, 1e-6)]
+    distances = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        judge = Judge(examples(4, least=310, most=320), "lm", model.to(dtype), known, longest=307)
+        before = judge.ask(model)
+        rounding = judge.distance(before, judge.ask(convert_as(model, {0: candidates[1]}), against=before))
+        result = calibrate(model, judge, "ops 1000x", candidates=candidates)
+        distances[dtype] = {(r["layer"], r["settings"]["threshold"]): r["distance"] for r in result.sensitivities}
+    assert rounding > 1e-4
+    for (layer, threshold), wanted in distances[torch.float32].items():
+        result = distances[torch.bfloat16][layer, threshold]
+        assert result == pytest.approx(wanted, rel=0.3, abs=rounding / 3), (layer, threshold)
+    assert distances[torch.float32][0, 1e-6] < 1e-5
+
+
+def test_thresholds_below_one_that_saves_nothing_are_not_tried(asked):
+    model = language_model(max_position_embeddings=700)
+    judge = Judge(examples(2, least=620, most=630), "lm", model, tokenizer(), longest=601)
+    small = {"branching": (4, 2, 2), "tile": 8}
+    candidates = (*(LayerSettings(threshold=t, **small) for t in (0.5, 1e-6, 1e-7)), LayerSettings(threshold=1e-8))
+    result = calibrate(model, judge, "ops 1x", candidates=candidates)
+    tried = {LayerSettings.from_json("here", row["settings"]): row["ops"] for row in result.sensitivities}
+    assert set(tried) == {candidates[0], candidates[1], candidates[3]}
+    assert tried[candidates[1]] >= 1
+    assert not any(candidates[2] in layers.values() for layers in asked)
+    assert result.holds
+
+
+def test_an_interrupted_search_of_a_language_model_resumes(tmp_path, monkeypatch):
+    model = language_model()
+    judge = Judge(examples(6), "lm", model, tokenizer(), longest=LONGEST)
+    wanted = calibrate(model, judge, "perplexity +5%", candidates=WAYS)
+    ask, asked = Judge.ask, []
+
+    def count(self, model, *rest, **more):
+        asked.append(settings_of(model))
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return ask(self, model, *rest, **more)
+
+    monkeypatch.setattr(Judge, "ask", count)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, judge, "perplexity +5%", candidates=WAYS, folder=tmp_path)
+    measured, _ = asked[1:3], asked.clear()
+    asked += [None] * 4  # no more interruptions
+    assert calibrate(model, judge, "perplexity +5%", candidates=WAYS, folder=tmp_path) == wanted
+    assert asked[4] == {}  # the exact model is run again, for its predictions
+    assert not [settings for settings in measured if settings in asked[5:]]
 
 
 def test_the_search_of_a_converted_model_starts_from_exact_attention(model, judge, asked):
@@ -290,7 +416,7 @@ def test_watch_is_called_at_the_end_of_each_stage(model, judge):
     calibrate(
         model, judge, "ops 1.5x", candidates=WAYS, watch=lambda what, done, total: heard.update({what: (done, total)})
     )
-    assert len(heard) == 3
+    assert list(heard) == ["exact model", "each layer alone", "along the path", "bias of pooled nodes"]
     assert all(done == total for done, total in heard.values())
 
 
@@ -299,3 +425,4 @@ def test_candidates_differ():
         assert len(set(candidates)) == len(candidates)
         for candidate in candidates:
             candidate.check(0, causal=causal)
+    calibration.ALL_OPEN.check(0, causal=True)

@@ -12,6 +12,8 @@ from hsa.errors import InvalidInput
 from hsa.huggingface import convert, counting
 from hsa.huggingface.fidelity.examples import Examples
 from hsa.huggingface.fidelity.judge import TASKS, Answers, Judge, score_classes, spearman, wilson_interval
+from hsa.huggingface.fidelity.next_tokens import STRIDE
+from hsa.huggingface.fidelity.pieces import cut_pieces
 from tests.huggingface.fidelity.small import CHEAP, LONGEST, classifier, examples, language_model, tokenizer
 
 
@@ -76,17 +78,9 @@ def test_perplexity_is_that_of_the_models_own_loss(warm_up):
         wanted = model(ids, labels=labels).loss.exp()
     result = judge.scores(judge.ask(model))
     assert result == {"perplexity": pytest.approx(float(wanted), rel=1e-5)}
-    stream = tokenizer()("\n\n".join(t for (t,) in some.texts), add_special_tokens=False)["input_ids"]
-    assert [i for piece in judge.tokens.ids for i in piece] == stream[: 29 * len(judge)]
-    assert len(stream) - 29 * len(judge) < 29
-
-
-def test_pieces_start_with_the_bos_token():
-    known = tokenizer()
-    known.bos_token = "[CLS]"
-    judge = Judge(examples(4), "lm", language_model(), known, longest=17)
-    assert {ids[0] for ids in judge.tokens.ids} == {known.bos_token_id}
-    assert set(judge.tokens.lengths) == {17}
+    assert len(judge) == 4  # a piece of each text
+    pieces = cut_pieces(some, tokenizer(), 29, 3)
+    assert judge_of("lm", model, pieces, longest=29).tokens.ids == pieces.ids
 
 
 def test_examples_that_do_not_fit():
@@ -95,7 +89,7 @@ def test_examples_that_do_not_fit():
         judge_of("guess", model)
     with pytest.raises(
         InvalidInput,
-        match=r"small: expected at least 5000 tokens, .*, got \d+ tokens. Pass smaller --max-tokens",
+        match=r"small: expected at least 5,000 tokens, .*, got \d+ tokens. Pass smaller --max-tokens",
     ):
         judge_of("lm", model, longest=5000)
     for longest, warm_up in ((1, 0), (12, 11)):
@@ -104,6 +98,8 @@ def test_examples_that_do_not_fit():
     for task in TASKS:
         with pytest.raises(InvalidInput, match="none: no texts; expected at least one text"):
             judge_of(task, model, Examples("none", [], []))
+    with pytest.raises(InvalidInput, match=r"examples: expected examples, with task 'embedding', got pieces of texts"):
+        judge_of("embedding", model, cut_pieces(examples(2), tokenizer(), 29))
     with pytest.raises(InvalidInput, match="small: no labels"):
         judge_of("classification", classifier(), examples(3, labels=False))
 
@@ -145,19 +141,46 @@ def test_equal_answers_have_distance_zero(task):
             "lm": {"perplexity change": 0},
         }[task]
     )
-    after = judge.ask(convert(model, **vars(CHEAP)))
+    again = judge.ask(model, against=before)
+    assert judge.distance(before, again) == pytest.approx(0, abs=1e-6)
+    after = judge.ask(convert(model, **vars(CHEAP)), against=before)
     change = judge.distance(before, after)
-    assert abs(change) > 1e-5
+    assert change > 1e-5
     if task == "lm":
+        assert again.divergences.tolist() == [0] * len(judge)
+        assert (after.divergences > 0).all()
         ratio = judge.scores(after)["perplexity"] / judge.scores(before)["perplexity"]
-        assert math.exp(change) == pytest.approx(ratio)
         assert judge.compare(before, after)["perplexity change"] == pytest.approx(ratio - 1)
     else:
-        assert change > 0
         moved = judge.compare(before, after)
         assert min(moved.values()) <= next(iter(moved.values()))
     if task == "embedding":
         assert moved["cosine"] == pytest.approx(1 - change)
+
+
+@pytest.mark.parametrize(("warm_up", "batch_tokens"), [(0, 60), (11, 1)])
+def test_distances_of_language_models_are_divergences_of_their_predictions(warm_up, batch_tokens):
+    model = language_model()
+    judge = judge_of("lm", model, examples(3), longest=41, warm_up=warm_up, batch_tokens=batch_tokens)
+    before = judge.ask(model)
+    logs = predictions(model, judge)
+    convert(model, **vars(CHEAP))
+    after = judge.ask(model, against=before)
+    changed = predictions(model, judge)
+    each = (logs.exp() * (logs - changed)).sum(-1)[:, warm_up:-1:STRIDE]
+    np.testing.assert_allclose(after.divergences, each.mean(1), rtol=1e-4, atol=1e-7)
+    assert judge.distance(before, after) == pytest.approx(float(each.mean()), rel=1e-4)
+    for other, message in (
+        (after, "against: expected those .*, got answers without states"),
+        (judge.ask(model), "after: not"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            judge.ask(model, against=other) if other is after else judge.distance(before, other)
+
+
+@torch.no_grad()
+def predictions(model, judge):
+    return model(torch.tensor(judge.tokens.ids)).logits.log_softmax(-1)
 
 
 def test_divergence_of_certain_answers_is_finite():

@@ -73,9 +73,42 @@ def test_remarks():
     ]
     slow = replace(report, timed=[Timed(n, 1.0, after, None, None) for n, after in ((128, 3), (1024, 2), (2048, 0.5))])
     assert ["the converted model is slower up to 1,024 tokens" in remark for remark in slow.remarks()] == [True]
-    for holds, count in ((True, 0), (False, 1)):
-        result = replace(report, calibration=Calibration({}, [], [], holds), budget="ops 99x")
-        assert sum("keep to the budget 'ops 99x'" in remark for remark in result.remarks()) == count
+
+
+def test_remarks_on_budgets():
+    report, *_ = report_of({0: CHEAP, 1: CHEAP})
+    assert 1.5 < report.ratio < 50
+
+    def remarks(budget, holds, reached="2.00 times fewer operations", **changes):
+        search = Calibration({}, [], [], holds, reached)
+        return replace(report, calibration=search, budget=budget, **changes).remarks()
+
+    assert remarks("ops 1.5x", True) == remarks("kept 0%", True) == []
+    assert remarks("ops 50x", False) == [
+        "No settings tried keep to the budget 'ops 50x'; the closest, 2.00 times fewer operations in the search, were taken."
+    ]
+    assert remarks("kept 98%", True, settings={}) == [
+        "Only exact attention keeps to the budget 'kept 98%': no layer was converted."
+    ]
+    (missed,) = remarks("accuracy -0.5", True, original={"accuracy": 0.9}, converted={"accuracy": 0.89})
+    assert missed.startswith(
+        "The budget 'accuracy -0.5' was kept in the search (2.00 times fewer operations), but not on"
+    )
+    assert "(accuracy -1.00 points at " in missed
+    assert missed.endswith("Search on more texts: --calibrate-on.")
+
+
+def test_short_pieces_save_nothing():
+    report, *_ = report_of({0: CLUSTERED, 1: CLUSTERED})
+    nothing = [{**layer, "exact": 0.9 * layer["attention"]} for layer in report.layers]
+    short = replace(report, task="lm", layers=nothing, mean_length=256.0)
+    assert short.summary.startswith(f"{short.examples} pieces of 256 tokens; 2 of 2 layers converted")
+    assert short.remarks() == [
+        "Nothing is saved on pieces of 256 tokens: decoders attend exactly inside chunks of 256 tokens. Pass larger "
+        "--max-tokens."
+    ]
+    assert "trees pay off on long texts" in replace(short, mean_length=257.0).remarks()[0]
+    assert replace(report, task="lm").remarks() == []  # windows save operations on short pieces
 
 
 def test_files(tmp_path):

@@ -187,7 +187,12 @@ def select_and_attend(
         tiles: Further options of both functions.
     """
     key, tensors = None, (q, k, v, keys.k, keys.v, keys.scores)
-    if opened is None and type(pooled_bias) is float and pooled_bias == 0 and not available.why_not(q, v, tiles["backend"]):
+    if (
+        opened is None
+        and type(pooled_bias) is float
+        and pooled_bias == 0
+        and not available.why_not(q, v, tiles["backend"])
+    ):
         options = (*rule.values(), tiles["tile"], tiles["scale"], tiles["backend"], keys.capacity, keys.order is None)
         key = repeat_key(q, k, v, lengths, tiles["query_lengths"], options)
     if key is not None:

@@ -4,6 +4,10 @@ First, each layer is converted alone with each candidate, to measure its *sensit
 the operations saved. Then layers move step by step from exact attention to cheaper candidates, always by the step with the
 smallest change per operation saved. Points along this path are measured, and the budget selects one of them. Finally, each
 head gets the bias of pooled nodes that brings its output closest to exact attention, if this also improves the answers.
+
+In half precision the predictions of a language model change by rounding alone, as soon as any layer computes its output in
+another way. This *noise* is larger than the effect of faithful settings. It is measured for each layer, with all groups of
+keys open, and subtracted.
 """
 
 from __future__ import annotations
@@ -13,8 +17,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
@@ -39,16 +46,24 @@ CANDIDATES: tuple[LayerSettings, ...] = (
     LayerSettings(branching=(8, 2), top_k=16),
 )
 """Settings to try in each layer of an encoder."""
-CAUSAL_CANDIDATES: tuple[LayerSettings, ...] = (
-    LayerSettings(kind="multiscale", branching=(16, 2), near=1),
-    *(LayerSettings(threshold=1 / 2**i) for i in range(4, 11)),
-)
+CAUSAL_CANDIDATES: tuple[LayerSettings, ...] = tuple(LayerSettings(threshold=1 / 2**i) for i in range(3, 11))
 """Settings to try in each causal layer."""
+# All of these can open any group. Layers that read distant keys through pooled nodes only (`kind="multiscale"` without a
+# selection) may keep the perplexity of ordinary text, but cannot find a detail in a long prompt.
+ALL_OPEN = LayerSettings(threshold=1e-9)
+"""Settings of a causal layer that opens every group of keys that matters at all: exact attention up to rounding."""
 BIASES = (-1.0, -0.5, 0.0, 0.5)
 """Biases of pooled nodes to try in each head."""
 POINTS = 10
 """Number of measured points along the path."""
+METRICS: Mapping[str, tuple[str, ...]] = {
+    "classification": ("accuracy", "kept", "precision", "recall", "f1", "matthews"),
+    "embedding": ("cosine", "spearman"),
+    "lm": ("perplexity",),
+}
+"""Metrics of budgets by task, besides "ops"."""
 _STATE = "calibration.json"
+_VERSION = 2  # of what is measured
 _BUDGET = re.compile(r"\s*([a-z0-9]+)\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))\s*(x|%|points?)?\s*", re.IGNORECASE)
 
 
@@ -70,34 +85,76 @@ class Budget:
         if not match:
             raise InvalidInput(
                 "budget",
-                expected='a metric and a value, such as "ops 4x", "accuracy -0.5", "kept 98%" or "cosine 0.985"',
+                expected='a metric and a value, such as "ops 4x", "accuracy -0.5", "kept 98%" or "perplexity +0.5%"',
                 got=repr(text),
             )
-        return cls(match[1].lower(), float(match[2]))
+        budget = cls(match[1].lower(), float(match[2]))
+        budget.check([metric for metrics in METRICS.values() for metric in metrics])
+        units, possible, expected = budget._form()
+        if not possible or (match[3] or "").lower() not in ("", *units):
+            raise InvalidInput("budget", expected=expected, got=repr(text))
+        return budget
+
+    def _form(self) -> tuple[tuple[str, ...], bool, str]:
+        """Return the units of the metric, whether the value is possible, and what is."""
+        value = self.value
+        match self.metric:
+            case "ops":
+                return ("x",), value >= 1, "a factor of 1 or more, such as ops 4x"
+            case "perplexity":
+                return ("%",), value >= 0, "a rise in percent, such as perplexity +0.5%"
+            case "kept":
+                return ("%",), value == 0 or 1 < value <= 100, "a share of the answers in percent, such as kept 98%"
+            case "cosine":
+                return (), -1 <= value <= 1, "a number up to 1, such as cosine 0.985"
+        return ("%", "point", "points"), value <= 0, f"a loss in points, such as {self.metric} -0.5"
 
     def check(self, known: Sequence[str]) -> None:
-        """Check that the metric is one of these, and that the value makes sense for it."""
+        """Check that the metric is one of these."""
         known = [name for name in known if " " not in name]  # not interval bounds and extremes, such as "kept low"
-        if self.metric not in ("ops", *known):
-            raise InvalidInput("budget", got=repr(self.metric), expected=f"one of ops, {', '.join(known)}")
-        if self.metric not in ("ops", "kept", "cosine", "perplexity") and self.value > 0:
-            raise InvalidInput(
-                "budget",
-                expected=f"a loss in points, such as {self.metric} -0.5",
-                got=f"{self.metric} {self.value:+g}",
-            )
+        if self.metric in ("ops", *known):
+            return
+        task = next((task for task, metrics in METRICS.items() if self.metric in metrics), None)
+        other = task is not None and not set(METRICS[task]) & set(known)
+        raise InvalidInput(
+            "budget",
+            expected=f"one of ops, {', '.join(known)}",
+            got=repr(self.metric),
+            fix=f"{self.metric} is a budget for the task {task}" if other else None,
+        )
+
+    def margin(self, point: Mapping[str, float], original: Mapping[str, float]) -> float:
+        """Return how far inside the budget a point is; below 0, how far outside.
+
+        Scores are in points, perplexity and kept answers in percent.
+        """
+        if self.metric == "ops":
+            return point["ops"] - self.value
+        if self.metric == "perplexity":
+            return self.value - 100 * point["perplexity change"]
+        if self.metric == "kept":
+            return 100 * point["kept"] - self.value
+        if self.metric == "cosine":
+            return point["cosine"] - self.value
+        return 100 * (point[self.metric] - original[self.metric]) - self.value
 
     def holds(self, point: Mapping[str, float], original: Mapping[str, float]) -> bool:
-        """Return whether a point keeps to the budget. Scores are in points, perplexity and kept answers in percent."""
-        if self.metric == "ops":
-            return point["ops"] >= self.value
-        if self.metric == "perplexity":
-            return 100 * point["perplexity change"] <= self.value
-        if self.metric == "kept":
-            return 100 * point["kept"] >= self.value
-        if self.metric == "cosine":
-            return point["cosine"] >= self.value
-        return 100 * (point[self.metric] - original[self.metric]) >= self.value
+        """Return whether a point keeps to the budget."""
+        return self.margin(point, original) >= 0
+
+    def reached(self, point: Mapping[str, float], original: Mapping[str, float]) -> str:
+        """Return what a point reaches, in words."""
+        value, fewer = self.margin(point, original) + self.value, f"{point['ops']:.2f} times fewer operations"
+        match self.metric:
+            case "ops":
+                return fewer
+            case "perplexity":
+                return f"perplexity {100 * point['perplexity change']:+.2f}% at {fewer}"
+            case "kept":
+                return f"{value:.1f}% of the answers at {fewer}"
+            case "cosine":
+                return f"cosine {value:.4f} at {fewer}"
+        return f"{self.metric} {value:+.2f} points at {fewer}"
 
 
 @dataclass(frozen=True)
@@ -109,13 +166,15 @@ class Calibration:
         frontier: Measured points, from the most faithful to the cheapest: `ops` (times fewer), scores, `chosen`.
         sensitivities: `distance` of the answers and `ops` of the layer, as a fraction of exact attention, for each layer and
             candidate.
-        holds: Whether the settings keep to the budget.
+        holds: Whether the settings keep to the budget. If not, they are the closest to it that were measured.
+        reached: What the settings reach on the examples of the search, in words.
     """
 
     settings: dict[int, LayerSettings]
     frontier: list[dict[str, Any]]
     sensitivities: list[dict[str, Any]]
     holds: bool
+    reached: str = ""
 
 
 def calibrate(
@@ -138,8 +197,9 @@ def calibrate(
         judge: Examples and task to measure on.
         budget: "ops 10x" selects the most faithful settings with at most a tenth of the operations. "accuracy -0.5" selects
             the cheapest settings that lose at most half a point; likewise "kept 98%" (of the answers), "cosine 0.985",
-            "spearman -0.5" and "perplexity +1%".
-        candidates: Settings to try in each layer. Default: `CANDIDATES`, or `CAUSAL_CANDIDATES` for a decoder.
+            "spearman -0.5" and "perplexity +0.5%".
+        candidates: Settings to try in each layer, with larger thresholds before smaller ones. Default: `CANDIDATES`, or
+            `CAUSAL_CANDIDATES` for a decoder.
         every_layer: Whether to convert every layer.
         tokenizer: Tokenizer of the model, if a candidate needs it.
         folder: Folder for measurements, from which an interrupted search resumes.
@@ -168,12 +228,14 @@ def _calibrate(search: _Search, budget: Budget, every_layer: bool) -> Calibratio
     path = search.path(every_layer)
     frontier = search.frontier(path, budget)
     good = [point for point in frontier if budget.holds(point, search.original)]
-    # The frontier runs from faithful to cheap. If no point keeps to the budget, take the end closest to it.
-    most_faithful, cheapest = (good or frontier[-1:])[0], (good or frontier[:1])[-1]
-    chosen = most_faithful if budget.metric == "ops" else cheapest
+    if good:  # the frontier runs from faithful to cheap
+        chosen = good[0 if budget.metric == "ops" else -1]
+    else:
+        chosen = max(frontier, key=lambda point: budget.margin(point, search.original))
     settings = search.with_biases(path[chosen["step"]], budget)
+    reached = budget.reached(search.measure(settings), search.original)
     shown = [{**point, "chosen": point is chosen} for point in frontier]
-    return Calibration(settings, shown, search.sensitivity_table(), bool(good))
+    return Calibration(settings, shown, search.sensitivity_table(), bool(good), reached)
 
 
 class _Search:
@@ -196,7 +258,15 @@ class _Search:
         self.tokenizer = tokenizer
         self.watch = watch
         self.layers = [n for n, module in enumerate(modules) if why_not_convert(module) is None]
-        self.before: Answers = judge.ask(model)
+        total = len(judge)
+        done = 0
+
+        def count(more: int) -> None:
+            nonlocal done
+            done += more
+            watch("exact model", done, total)
+
+        self.before: Answers = judge.ask(model, count)
         self.original = judge.scores(self.before)
         self.known_metrics = [*self.original, *judge.compare(self.before, self.before)]
         self.file = None if folder is None else folder / _STATE
@@ -205,7 +275,8 @@ class _Search:
     def _fingerprint(self) -> str:
         """Return a hash of everything that measurements depend on."""
         labels = None if self.judge.labels is None else self.judge.labels.tolist()
-        inputs = [self.judge.task, self.judge.tokens.ids, labels, [c.to_json() for c in self.candidates]]
+        candidates = [candidate.to_json() for candidate in self.candidates]
+        inputs = [_VERSION, self.judge.task, self.judge.warm_up, self.judge.tokens.ids, labels, candidates]
         digest = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=16)
         for weight in self.model.parameters():  # a sample of each suffices: training changes all
             some = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
@@ -225,7 +296,7 @@ class _Search:
         key = json.dumps({n: s.to_json() for n, s in sorted(settings.items())})
         if key not in self.kept["measured"]:
             self.apply(settings)
-            after = self.judge.ask(self.model)
+            after = self.judge.ask(self.model, against=self.before)
             counted = after.counted
             exact = sum(counted.exact.values())
             self.kept["measured"][key] = {
@@ -243,14 +314,33 @@ class _Search:
     def apply(self, settings: Mapping[int, LayerSettings]) -> None:
         convert_as(self.model, settings, tokenizer=self.tokenizer)
 
+    @cached_property
     def sensitivities(self) -> dict[tuple[int, int], dict[str, Any]]:
-        """Measure each layer alone with each candidate. Return results by layer number and candidate index."""
+        """Measurements of each layer alone with each candidate, by layer number and candidate index.
+
+        If a threshold takes as many operations as exact attention, smaller ones are not tried.
+        """
+        noisy = self.judge.task == "lm" and self.model.dtype in (torch.bfloat16, torch.float16)
         measured: dict[tuple[int, int], dict[str, Any]] = {}
-        total = len(self.layers) * len(self.candidates)
+        done, total = 0, len(self.layers) * (len(self.candidates) + noisy)
+
+        def measure(settings: Mapping[int, LayerSettings]) -> dict[str, Any]:
+            nonlocal done
+            self.watch("each layer alone", done, total)
+            done += 1
+            return self.measure(settings)
+
         for number in self.layers:
+            noise = measure({number: ALL_OPEN})["distance"] if noisy else 0.0
+            costly: LayerSettings | None = None
             for index, candidate in enumerate(self.candidates):
-                self.watch("each layer alone", len(measured), total)
-                measured[number, index] = self.measure({number: candidate})
+                if costly is not None and _only_opens_more(candidate, costly):
+                    done += 1
+                    continue
+                alone = measure({number: candidate})
+                measured[number, index] = {**alone, "distance": max(0.0, alone["distance"] - noise)}
+                if alone["layer ops"][str(number)] >= alone["exact layer ops"][str(number)]:
+                    costly = candidate
         self.watch("each layer alone", total, total)
         return measured
 
@@ -262,18 +352,19 @@ class _Search:
                 "distance": measured["distance"],
                 "ops": measured["layer ops"][str(number)] / measured["exact layer ops"][str(number)],
             }
-            for (number, index), measured in self.sensitivities().items()
+            for (number, index), measured in self.sensitivities.items()
         ]
 
     def path(self, every_layer: bool) -> list[dict[int, LayerSettings]]:
         """Return a path from the most faithful settings to the cheapest, on which each step makes one layer cheaper."""
-        measured = self.sensitivities()
+        measured = self.sensitivities
         steps: list[tuple[float, int, LayerSettings]] = []
         start: dict[int, LayerSettings] = {}
         for number in self.layers:
             options = [
-                (measured[number, index]["layer ops"][str(number)], measured[number, index]["distance"], candidate)
+                (alone["layer ops"][str(number)], alone["distance"], candidate)
                 for index, candidate in enumerate(self.candidates)
+                if (alone := measured.get((number, index))) is not None
             ]
             exact = measured[number, 0]["exact layer ops"][str(number)]
             first: tuple[float, float, LayerSettings | None] = (exact, 0.0, None)
@@ -326,6 +417,14 @@ class _Search:
         better = kept and after["distance"] < before["distance"]
         self.watch("bias of pooled nodes", 1, 1)
         return biased if better else settings
+
+
+def _only_opens_more(candidate: LayerSettings, other: LayerSettings) -> bool:
+    """Return whether settings differ from others by a smaller threshold only."""
+    mine, its = candidate.threshold, other.threshold
+    if not isinstance(mine, float) or not isinstance(its, float):
+        return False
+    return mine < its and replace(candidate, threshold=its) == other
 
 
 def trace_hull(

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hsa.analysis.metrics import confusion
 from hsa.errors import InvalidInput
 from hsa.huggingface.fidelity.examples import Examples, Tokens, number_labels, tokenize
+from hsa.huggingface.fidelity.next_tokens import (
+    compared_states,
+    final_states,
+    has_separate_head,
+    mean_divergences,
+    mean_losses,
+)
+from hsa.huggingface.fidelity.pieces import Pieces, cut_pieces
 from hsa.huggingface.observe import Counted, counting
 
 TASKS = ("classification", "embedding", "lm")
 BATCH_TOKENS = 16384
 """Default number of tokens per batch."""
-_MOST_LOGITS = 2**28  # 1 GiB in float32; a few copies exist at once
 
 
 @dataclass(frozen=True)
@@ -30,24 +38,37 @@ class Answers:
         task: Task of the judge.
         values: Class probabilities `[examples, classes]`, embeddings `[texts, width]`, or mean losses `[pieces, 1]`.
         counted: Operations of attention.
+        divergences: For "lm", mean KL divergences of the predictions from those of the exact model, `[pieces]`.
+        states: For "lm", final hidden states of some tokens of each piece, to compare predictions with.
     """
 
     task: str
     values: np.ndarray
     counted: Counted = field(default_factory=Counted, compare=False)
+    divergences: np.ndarray | None = field(default=None, compare=False)
+    states: list[Tensor] | None = field(default=None, compare=False, repr=False)
+
+
+class _Part(NamedTuple):
+    """Answers to the examples of a batch."""
+
+    rows: np.ndarray
+    values: np.ndarray
+    divergences: np.ndarray | None = None
+    states: Sequence[Tensor] = ()
 
 
 class Judge:
     """Examples and a task on which versions of a model are run, scored and compared.
 
     Args:
-        examples: Examples to run on.
+        examples: Examples to run on, or for "lm" pieces of texts.
         task: "classification" (a label per text or pair), "embedding" (mean-pooled embeddings; for labelled pairs also the
             rank correlation of their similarity with the labels) or "lm" (perplexity of a causal language model).
         model: Model, whose config names the classes.
         tokenizer: Tokenizer of the model.
-        longest: Maximum number of tokens per example; longer texts are cut. For "lm", all texts are joined and cut into
-            pieces of this length.
+        longest: Maximum number of tokens per example; longer texts are cut. For "lm", examples are cut into pieces of this
+            length, each from one text; texts that are shorter are joined.
         batch_tokens: Maximum number of tokens per batch.
         warm_up: Number of tokens at the start of each piece whose loss is ignored ("lm" only).
 
@@ -56,14 +77,14 @@ class Judge:
 
     >>> judge = Judge(examples, "classification", model, tokenizer, longest=512)  # doctest: +SKIP
     >>> before = judge.ask(model)  # doctest: +SKIP
-    >>> after = judge.ask(hsa.huggingface.convert(model))  # doctest: +SKIP
+    >>> after = judge.ask(hsa.huggingface.convert(model), against=before)  # doctest: +SKIP
     >>> judge.compare(before, after)["kept"]  # doctest: +SKIP
     0.982
     """
 
     def __init__(
         self,
-        examples: Examples,
+        examples: Examples | Pieces,
         task: str,
         model: Any,
         tokenizer: Any,
@@ -86,9 +107,11 @@ class Judge:
                 raise InvalidInput(
                     "max_tokens", expected=f"more than {warm_up + 1}, to leave tokens to predict", got=longest
                 )
-            self.tokens = _cut_stream(examples, tokenizer, longest)
-            self.batch_tokens = max(longest, min(batch_tokens, _MOST_LOGITS // model.config.vocab_size))
+            pieces = examples if isinstance(examples, Pieces) else cut_pieces(examples, tokenizer, longest)
+            self.tokens = Tokens(pieces.ids, None, 0)
             return
+        if isinstance(examples, Pieces):
+            raise InvalidInput("examples", got="pieces of texts", expected=f"examples, with task {task!r}")
         if task == "classification":
             self.labels = number_labels(examples, model.config.label2id, model.config.num_labels)
             self.tokens = tokenize(examples, tokenizer, longest)
@@ -103,33 +126,51 @@ class Judge:
         return len(self.tokens.ids)
 
     @torch.inference_mode()
-    def ask(self, model: Any, watch: Callable[[int], None] | None = None) -> Answers:
-        """Return the answers of a model to all examples. `watch` is called with the number of examples of each batch."""
+    def ask(self, model: Any, watch: Callable[[int], None] | None = None, *, against: Answers | None = None) -> Answers:
+        """Return the answers of a model to all examples.
+
+        Args:
+            model: Model, or a converted version of it.
+            watch: Function called with the number of examples of each batch.
+            against: Answers of the exact model, if `distance` will be asked for. Needed for "lm" only.
+        """
         device = next(model.parameters()).device
         model.eval()
-        parts: list[np.ndarray] = []
-        order: list[np.ndarray] = []
+        if self.task == "lm":  # the first time, this runs the model: before operations are counted
+            has_separate_head(model, torch.tensor(self.tokens.ids[:1], device=device))
+        parts: list[_Part] = []
         with counting() as counted:
             for rows in self.tokens.batches(self.batch_tokens):
                 inputs = self.tokens.batch(rows, device)
-                parts.append(self._answer(model, inputs))
-                order.append(rows)
+                parts.append(self._answer(model, inputs, rows, against))
                 if watch is not None:
                     watch(len(rows))
-        values = np.concatenate(parts)[np.argsort(np.concatenate(order))]
-        return Answers(self.task, values, counted)
+        order = np.argsort(np.concatenate([part.rows for part in parts]))
+        values = np.concatenate([part.values for part in parts])[order]
+        if self.task != "lm":
+            return Answers(self.task, values, counted)
+        if against is not None:
+            return Answers(self.task, values, counted, np.concatenate([part.divergences for part in parts])[order])
+        states = [row for part in parts for row in part.states]
+        return Answers(self.task, values, counted, states=[states[i] for i in order])
 
-    def _answer(self, model: Any, inputs: dict[str, torch.Tensor]) -> np.ndarray:
+    def _answer(self, model: Any, inputs: dict[str, Tensor], rows: np.ndarray, against: Answers | None) -> _Part:
         if self.task == "classification":
-            return model(**inputs).logits.float().softmax(-1).cpu().numpy()
+            return _Part(rows, model(**inputs).logits.float().softmax(-1).cpu().numpy())
         if self.task == "embedding":
             states = model(**inputs).last_hidden_state.float()
             mask = inputs["attention_mask"][..., None]
-            return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu().numpy()
+            return _Part(rows, F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu().numpy())
         ids = inputs["input_ids"]
-        logits = model(**inputs).logits[:, :-1].float()
-        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
-        return loss[:, self.warm_up :].mean(1, keepdim=True).cpu().numpy()
+        states = final_states(model, ids)
+        values = mean_losses(model, ids, states, self.warm_up)[:, None].cpu().numpy()
+        compared = compared_states(states, self.warm_up)
+        if against is None:
+            return _Part(rows, values, states=_stored(compared))
+        if against.states is None:
+            raise InvalidInput("against", got="answers without states", expected="those that ask(model) returned")
+        before = torch.stack([against.states[row].to(states.device) for row in rows])
+        return _Part(rows, values, mean_divergences(model, before, compared).cpu().numpy())
 
     def scores(self, answers: Answers) -> dict[str, float]:
         """Return the scores of answers by name, the main score first."""
@@ -156,14 +197,25 @@ class Judge:
         return {"kept": same / len(before.values), "kept low": low, "kept high": high}
 
     def distance(self, before: Answers, after: Answers) -> float:
-        """Return a smooth distance for searches, 0 for equal answers: KL divergence, 1 − cosine, or added loss."""
+        """Return a smooth distance for searches, 0 for equal answers: KL divergence, or 1 − cosine."""
         if self.task == "lm":
-            return float((after.values - before.values).mean())
+            if after is before:
+                return 0.0
+            if after.divergences is None:
+                raise InvalidInput("after", problem="not compared", expected="answers of ask(model, against=before)")
+            return float(after.divergences.mean())
         if self.task == "embedding":
             return 1 - self.compare(before, after)["cosine"]
         tiny = np.finfo(np.float32).tiny
         p, q = before.values.astype(np.float64) + tiny, after.values.astype(np.float64) + tiny
         return float((p * np.log(p / q)).sum(1).mean())
+
+
+def _stored(states: Tensor) -> list[Tensor]:
+    """Return a copy of the states of each piece, on the CPU if they would take over a tenth of the free GPU memory."""
+    if states.is_cuda and 10 * states.nbytes > torch.cuda.mem_get_info(states.device)[0]:
+        return list(states.cpu())
+    return list(states.clone())
 
 
 def score_classes(predicted: np.ndarray, true: np.ndarray, classes: int) -> dict[str, float]:
@@ -224,20 +276,3 @@ def _read_similarities(examples: Examples) -> np.ndarray:
         raise InvalidInput(
             f"{examples.name}: label", problem=str(error), expected="a number for the similarity of two texts"
         ) from None
-
-
-def _cut_stream(examples: Examples, tokenizer: Any, longest: int) -> Tokens:
-    """Join the tokens of all texts and cut them into pieces of equal length."""
-    text = "\n\n".join(part for texts in examples.texts for part in texts)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    step = longest - len(begin)
-    pieces = [begin + ids[i : i + step] for i in range(0, len(ids) - step + 1, step)]
-    if not pieces:
-        raise InvalidInput(
-            examples.name,
-            expected=f"at least {step} tokens, for one piece",
-            got=f"{len(ids)} tokens",
-            fix="Pass smaller --max-tokens",
-        )
-    return Tokens(pieces, None, 0)

@@ -94,8 +94,9 @@ def plot_sensitivity(path: Path, rows: Sequence[Mapping[str, Any]], candidates: 
     """
     layers = sorted({row["layer"] for row in rows})
     table = np.full((len(candidates), len(layers)), np.nan)
+    positive = [row["distance"] for row in rows if row["distance"] > 0]
     for row in rows:
-        table[row["candidate"], layers.index(row["layer"])] = max(row["distance"], 1e-9)
+        table[row["candidate"], layers.index(row["layer"])] = max(row["distance"], min(positive, default=1e-9))
     size = (1.4 + 0.07 * max(map(len, candidates)) + 0.45 * len(layers), 1.2 + 0.34 * len(candidates))
     figure, axes = pyplot().subplots(figsize=size, layout="constrained")
     image = axes.imshow(np.log10(table), cmap="magma_r", aspect="auto")

@@ -9,8 +9,9 @@ from typing import Any
 
 from hsa.analysis.tables import markdown_table
 from hsa.files import write_json, write_text
-from hsa.huggingface.fidelity.calibrate import Calibration
+from hsa.huggingface.fidelity.calibrate import Budget, Calibration
 from hsa.huggingface.fidelity.judge import Answers, Judge
+from hsa.huggingface.fidelity.pieces import CHUNK
 from hsa.huggingface.fidelity.plots import PARTS, plot_frontier, plot_operations, plot_sensitivity, plot_timing
 from hsa.huggingface.fidelity.timing import Timed
 from hsa.huggingface.settings import LayerSettings
@@ -80,12 +81,17 @@ class Report:
         return sum(layer["exact"] for layer in self.layers) / taken if taken else 1.0
 
     @property
+    def unit(self) -> str:
+        """Noun for an example."""
+        return "piece" if self.task == "lm" else "text"
+
+    @property
     def summary(self) -> str:
         converted = f"{len(self.settings)} of {len(self.layers)} layers" if self.settings else "no layer"
-        return (
-            f"{self.examples:,} texts of {self.mean_length:.0f} tokens on average; {converted} converted; "
-            f"{self.ratio:.2f} times fewer operations of attention, all counted"
-        )
+        texts = f"{self.examples:,} texts of {self.mean_length:.0f} tokens on average"
+        if self.task == "lm":
+            texts = f"{self.examples:,} pieces of {self.mean_length:,.0f} tokens"
+        return f"{texts}; {converted} converted; {self.ratio:.2f} times fewer operations of attention, all counted"
 
     def score_rows(self) -> list[list[str]]:
         rows = [
@@ -149,7 +155,12 @@ class Report:
     def remarks(self) -> list[str]:
         """List remarks on results that could be overlooked."""
         remarks = []
-        if self.settings and self.ratio < 1.05:
+        if self.ratio < 1.05 and self.task == "lm" and self.mean_length <= CHUNK:
+            remarks.append(
+                f"Nothing is saved on pieces of {self.mean_length:.0f} tokens: decoders attend exactly inside chunks of "
+                f"{CHUNK} tokens. Pass larger --max-tokens."
+            )
+        elif self.settings and self.ratio < 1.05:
             remarks.append(
                 f"Nothing is saved on texts of {self.mean_length:.0f} tokens on average: trees pay off on long texts. "
                 "Convert the model for longer inputs, or use it without conversion."
@@ -160,9 +171,23 @@ class Report:
                 "Fewer operations do not always take less time: the converted model is slower up to "
                 f"{max(row.length for row in slower):,} tokens here."
             )
-        if self.calibration is not None and not self.calibration.holds:
-            remarks.append(f"No settings tried keep to the budget {self.budget!r}; the closest were taken.")
+        if self.calibration is not None and self.budget is not None:
+            remarks += self._budget_remarks(self.calibration, self.budget)
         return remarks
+
+    def _budget_remarks(self, search: Calibration, text: str) -> list[str]:
+        if not search.holds:
+            closest = f"the closest, {search.reached} in the search, were taken"
+            return [f"No settings tried keep to the budget {text!r}; {closest}."]
+        if not self.settings:
+            return [f"Only exact attention keeps to the budget {text!r}: no layer was converted."]
+        budget, here = Budget.parse(text), {"ops": self.ratio, **self.comparison, **self.converted}
+        if budget.holds(here, self.original):
+            return []
+        return [
+            f"The budget {text!r} was kept in the search ({search.reached}), but not on these texts "
+            f"({budget.reached(here, self.original)}). Search on more texts: --calibrate-on."
+        ]
 
 
 HEADERS = {
@@ -240,6 +265,7 @@ def _as_json(report: Report) -> dict[str, Any]:
     values["times_fewer_operations"] = report.ratio
     if report.calibration is not None:
         values["holds"] = report.calibration.holds
+        values["reached"] = report.calibration.reached
         values["frontier"] = report.calibration.frontier
         values["sensitivities"] = report.calibration.sensitivities
     return values
@@ -259,7 +285,8 @@ def _markdown(report: Report) -> list[str]:
     if report.calibration is not None:
         lines += [*markdown_table(frontier_header(report.calibration.frontier), report.frontier_rows()), ""]
     lines += [
-        "Layers: millions of operations per text, for attention, pooling, selection of groups and clustering of keys.",
+        f"Layers: millions of operations per {report.unit}, for attention, pooling, selection of groups and clustering of "
+        "keys.",
         "",
     ]
     return [*lines, *(f"- {remark}" for remark in report.remarks()), ""]

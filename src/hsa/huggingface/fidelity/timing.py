@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,8 @@ def time_model(
     if bad is not None:
         raise InvalidInput("lengths", got=bad, expected="1 or more")
     device = next(model.parameters()).device
+    # Of a language model, time the reading of a prompt: the logits of all its tokens may not fit in memory.
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     generator = torch.Generator().manual_seed(0)
     special = set(getattr(tokenizer, "all_special_ids", ()))
     ordinary = torch.tensor([i for i in range(min(1000, model.config.vocab_size)) if i not in special])
@@ -76,7 +79,7 @@ def time_model(
 
         @torch.inference_mode()
         def run(ids: torch.Tensor = ids) -> None:
-            model(input_ids=ids)
+            model(input_ids=ids, **last)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
