@@ -192,12 +192,13 @@ def test_state_moves_between_backends():
     text.step()
 
 
-def test_scores_in_two_parts(monkeypatch):
+@pytest.mark.parametrize("name", ["threshold", "per head"])
+def test_scores_in_two_parts(name, monkeypatch):
     """Means and spreads in one table, as GPUs with 8-bit products have them."""
     from hsa.attention.clustered.triton import cluster
 
     monkeypatch.setattr(cluster, "scores_of", lambda dtype, dim, device: (dtype, 2))
-    text = Text([150], *CASES["threshold"])
+    text = Text([150], *CASES[name])
     text.read([121])
     assert text.cache._stored[0]["scores"].shape[4] == 2
     for _ in range(29):
@@ -277,8 +278,9 @@ def test_half_precision(dim):
 
 
 @pytest.mark.gpu
-def test_cuda_graph():
-    text = Text([1200, 1100], {"threshold": 1 / 64}, (4, 2, 64, 64), torch.bfloat16, atol=0.02, max_length=1100)
+@pytest.mark.parametrize("threshold", [1 / 64, (1 / 64, 1 / 16, 1 / 256, 1 / 4)])
+def test_cuda_graph(threshold):
+    text = Text([1200, 1100], {"threshold": threshold}, (4, 2, 64, 64), torch.bfloat16, atol=0.02, max_length=1100)
     text.read([1000, 900])
     text.step()
     static = [x[text.rows([0, 0], [1, 1])].clone() for x in (text.q, text.k, text.v)]

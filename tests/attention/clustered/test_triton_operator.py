@@ -60,7 +60,7 @@ def test_kernels_agree_with_torch(case, slab, monkeypatch):
     torch.testing.assert_close(lse, wanted_lse, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["causal", "top_k"])
+@pytest.mark.parametrize("name", ["causal", "per head", "top_k"])
 def test_scores_in_two_parts(name, monkeypatch):
     """Means and spreads in one table, as GPUs with 8-bit products have them."""
     monkeypatch.setattr(cluster, "scores_of", lambda dtype, dim, device: (dtype, 2))
@@ -166,9 +166,10 @@ def test_keys_far_above_their_pooled_rows(causal):
 
 
 @pytest.mark.gpu
-def test_cuda_graph():
+@pytest.mark.parametrize("threshold", [1 / 256, (1 / 256, 1 / 64, 1 / 16, 1 / 128)])
+def test_cuda_graph(threshold):
     q, k, v = inputs([1000, 300], None, (4, 2, 64, 64), torch.bfloat16)
-    step = lambda: hsa.clustered_attention(q, k, v, [1000, 300], causal=True)  # noqa: E731
+    step = lambda: hsa.clustered_attention(q, k, v, [1000, 300], causal=True, threshold=threshold)  # noqa: E731
     wanted = step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
