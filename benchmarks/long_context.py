@@ -1,13 +1,14 @@
 """Converted decoders on long texts: what conversion loses, and how fast they read and write.
 
+    python -m benchmarks.long_context search MODEL --texts OTHERS --length 32768 --budget "perplexity +0.5%" --out best.json
     python -m benchmarks.long_context quality MODEL --texts TEXTS --length 32768 --settings 1/256 1/128
     python -m benchmarks.long_context needles MODEL --texts TEXTS --lengths 8192 16384 32768 --settings 1/256
     python -m benchmarks.long_context prefill MODEL --texts TEXTS --lengths 8192 32768 --settings 1/256
     python -m benchmarks.long_context decode MODEL --texts TEXTS --length 32768 --batches 1 32 --settings 1/256
 
 MODEL is a folder with a causal language model. TEXTS is a file with tokens: `torch.save` of a dict of integers `[texts,
-tokens]` by kind of text. A setting is a threshold for all layers, or the file `calibration.json` or `report.json` of a
-budget search. Exact attention (SDPA) is measured in the same run. Each part writes results/long_context_PART_NAME.md.
+tokens]` by kind of text. A setting is a threshold for all layers, the file of a search, or `report.json` of `hsa convert`.
+Exact attention (SDPA) is measured in the same run. All parts but the search write results/long_context_PART_NAME.md.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ from benchmarks.decode import flat_steps
 from benchmarks.measure import medians, write_table
 from benchmarks.needles import Question, questions_of
 from hsa.huggingface import DecodingStep, LayerSettings, convert_as, counting, memory_of, new_cache, revert
+from hsa.huggingface.fidelity.calibrate import calibrate
+from hsa.huggingface.fidelity.judge import Judge
+from hsa.huggingface.fidelity.pieces import Pieces
 from hsa.huggingface.fixed_layer import FixedLayer
 from hsa.huggingface.interface import NAME
+from hsa.huggingface.layer_plan import Call
 from hsa.huggingface.layers import attention_layers, why_not_convert
 
 SLICE = 2048
@@ -39,6 +44,7 @@ SLICE = 2048
 STEPS = 64
 """Number of timed decoding steps."""
 EXACT = "exact"
+TRANSFORMERS = "transformers"
 Settings = dict[int, LayerSettings]
 
 
@@ -108,6 +114,27 @@ def texts_of(options: argparse.Namespace, length: int, device: str) -> Iterator[
             if len(row) < length:
                 raise SystemExit(f"{options.texts}: expected texts of {length:,} tokens, got {len(row):,}")
             yield kind, row[:length].long().to(device)
+
+
+def search(decoder: Decoder, options: argparse.Namespace) -> None:
+    """Search thresholds of all layers that keep to a budget, and save them with the measured points."""
+    ids = [row.tolist() for _, row in texts_of(options, options.length, "cpu")]
+    pieces, began = Pieces(options.texts.stem, ids, len(ids)), time.monotonic()
+    sizes = {"longest": options.length, "batch_tokens": options.length, "warm_up": options.skip}
+    judge = Judge(pieces, "lm", decoder.model, decoder.tokenizer, **sizes)
+
+    def watch(stage: str, done: int, total: int) -> None:
+        if done % 16 == 0 or done == total:
+            print(f"{stage}: {done} of {total}, {time.monotonic() - began:.0f} s", flush=True)
+
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    found = calibrate(decoder.model, judge, options.budget, folder=options.out.parent, watch=watch)
+    settings = {str(number): layer.to_json() for number, layer in found.settings.items()}
+    saved = {"budget": options.budget, "holds": found.holds, "settings": settings, "frontier": found.frontier}
+    options.out.write_text(json.dumps({**saved, "seconds": time.monotonic() - began}))
+    for point in found.frontier:
+        print(*(f"{point[name]:.4g}" for name in ("ops", "perplexity")), "*" * point["chosen"], flush=True)
+    print({number: layer.threshold for number, layer in found.settings.items()}, f"{time.monotonic() - began:.0f} s")
 
 
 def quality(decoder: Decoder, options: argparse.Namespace) -> None:
@@ -205,8 +232,7 @@ def decode(decoder: Decoder, options: argparse.Namespace) -> None:
             eager = _eager(decoder, cache, rest, batch)
             cache.crop(-len(rest))
             if name == EXACT:
-                mask = torch.ones(batch, options.length, dtype=torch.bool, device=decoder.device)
-                cache.layers = [FixedLayer(layer, mask, options.length + 4 * STEPS) for layer in cache.layers]
+                cache.layers = [FullLayer(layer, batch, options.length) for layer in cache.layers]
                 model.set_attn_implementation(NAME)  # steps do not read the settings of these layers
             attention, graph, memory = _graph(decoder, cache, rest, batch)
             if name == EXACT:
@@ -236,6 +262,24 @@ def decode(decoder: Decoder, options: argparse.Namespace) -> None:
         "with the query heads of a key/value head as rows). Memory of the cache, relative to a flat cache."
     )
     _write("decode", "Writing after a long text", header, rows, notes, options)
+
+
+class FullLayer(FixedLayer):
+    """Cache of a fixed size that is always full, so that SDPA needs no mask: the fastest exact step."""
+
+    def __init__(self, layer: Any, batch: int, length: int):
+        super().__init__(layer, torch.ones(batch, length, dtype=torch.bool, device=layer.keys.device), length)
+        self.max_length = length + 4 * STEPS  # of which the last ones replace the first
+
+    def step(self, call: Call) -> Tensor:
+        row = self.position % self.rows
+        self.k.index_copy_(2, row, call.key)
+        self.v.index_copy_(2, row, call.value)
+        self.position.add_(1)
+        grouped = call.query.shape[1] != self.k.shape[1]
+        return F.scaled_dot_product_attention(
+            call.query, self.k, self.v, scale=call.scale, enable_gqa=grouped
+        ).transpose(1, 2)
 
 
 def _eager(decoder: Decoder, cache: Any, rest: Tensor, batch: int) -> float:
@@ -288,27 +332,39 @@ def _replayed(run: Callable[[Tensor], Any], tokens: Tensor) -> float:
 
 
 def _flat(module: Any, length: int, batch: int, layers: int) -> tuple[float, float]:
-    """Return the milliseconds of exact attention of all layers: SDPA as transformers calls it, and the fastest kernel."""
+    """Return the milliseconds of exact attention of all layers: SDPA as transformers calls it, and the fastest kernel.
+
+    Every layer has keys and values of its own, as in a model, so that they are read from memory and not from a cache.
+    """
     config = module.config
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, module.head_dim
-    q, k, v = (
-        torch.randn(batch, n, m, dim, device="cuda", dtype=torch.bfloat16)
-        for n, m in ((heads, 1), *[(kv_heads, length)] * 2)
-    )
-    steps = flat_steps(length, batch, "cuda", torch.bfloat16, heads, kv_heads, dim)
-    steps["transformers"] = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=heads != kv_heads)
+    sizes = length, batch, "cuda", torch.bfloat16, heads, kv_heads, dim
+    steps = [_flat_steps(*sizes) for _ in range(layers)]
     times = {}
-    for name, step in steps.items():
+    for name in steps[0]:
         try:
-            step()
+            steps[0][name]()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                step()
-            times[name] = layers * _replayed(lambda _: graph.replay(), torch.arange(STEPS))  # noqa: B023
+                for step in steps:
+                    step[name]()
+            times[name] = _replayed(lambda _: graph.replay(), torch.arange(STEPS))  # noqa: B023
         except RuntimeError:  # a kernel that does not take this shape
             torch.cuda.synchronize()
-    return times["transformers"], min(times.values())
+    return times[TRANSFORMERS], min(times.values())
+
+
+def _flat_steps(
+    length: int, batch: int, device: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> dict[str, Callable[[], Any]]:
+    """Return a step of one layer for every exact kernel."""
+    q, k, v = (
+        torch.randn(batch, n, tokens, dim, device=device, dtype=dtype)
+        for n, tokens in ((heads, 1), (kv_heads, length), (kv_heads, length))
+    )
+    steps = flat_steps(length, batch, device, dtype, heads, kv_heads, dim)
+    return {**steps, TRANSFORMERS: lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=heads != kv_heads)}
 
 
 def _change(more: Sequence[float]) -> str:
@@ -318,7 +374,7 @@ def _change(more: Sequence[float]) -> str:
 
 
 def _name(setting: str) -> str:
-    return Path(setting).parent.name if setting.endswith(".json") else setting
+    return str(json.loads(Path(setting).read_text())["budget"]) if setting.endswith(".json") else setting
 
 
 def _model(decoder: Decoder, options: argparse.Namespace) -> str:
@@ -346,7 +402,7 @@ def _write(
     )
 
 
-PARTS = {"quality": quality, "needles": needles, "prefill": prefill, "decode": decode}
+PARTS = {"search": search, "quality": quality, "needles": needles, "prefill": prefill, "decode": decode}
 
 
 def arguments() -> argparse.Namespace:
@@ -364,6 +420,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--needles", type=int, default=16, help="number of facts to hide and to ask for")
     parser.add_argument("--batches", type=int, nargs="+", default=[1], help="numbers of sequences")
     parser.add_argument("--repeats", type=int, default=7, help="number of timed passes")
+    parser.add_argument("--budget", default="perplexity +0.5%", help="budget of the search")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/search/best.json"), help="file for the result of the search"
+    )
     parser.add_argument("--settings", nargs="+", default=["1/256"], help="thresholds, or files of a budget search")
     options = parser.parse_args()
     options.name = options.name or options.model.name
