@@ -63,6 +63,15 @@ def test_changes_of_scores():
     assert kept[2] == f"{100 * report.comparison['kept']:.2f}%"
 
 
+def test_the_error_of_the_perplexity():
+    report, *_ = report_of({0: CHEAP}, "lm")
+    row = report.score_rows()[0]
+    assert row[0] == "perplexity"
+    change, error = (100 * report.comparison[f"perplexity change{name}"] for name in ("", " error"))
+    assert row[-1] == f"{change:+.2f}% ± {error:.2f} over pieces"
+    assert error > 0
+
+
 def test_remarks():
     report, *_ = report_of({0: CHEAP, 1: CHEAP})
     assert report.ratio > 1.5

@@ -98,6 +98,9 @@ class Report:
             [name, f"{value:.4f}", f"{self.converted[name]:.4f}", _change(name, value, self.converted[name])]
             for name, value in self.original.items()
         ]
+        if "perplexity change error" in self.comparison:
+            error = f" ± {100 * self.comparison['perplexity change error']:.2f} over pieces"
+            rows = [[*row[:-1], row[-1] + error * (row[0] == "perplexity")] for row in rows]
         if "kept" in self.comparison:
             interval = f"{100 * self.comparison['kept low']:.1f} to {100 * self.comparison['kept high']:.1f}"
             rows.append(["answers kept", "", f"{100 * self.comparison['kept']:.2f}%", f"95% interval {interval}"])
