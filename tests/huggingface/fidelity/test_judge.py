@@ -138,7 +138,7 @@ def test_equal_answers_have_distance_zero(task):
         {
             "classification": {"kept": 1, "kept low": wilson_interval(6, 6)[0], "kept high": 1},
             "embedding": {"cosine": 1, "lowest cosine": 1},
-            "lm": {"perplexity change": 0},
+            "lm": {"perplexity change": 0, "perplexity change error": 0},
         }[task]
     )
     again = judge.ask(model, against=before)
@@ -150,7 +150,12 @@ def test_equal_answers_have_distance_zero(task):
         assert again.divergences.tolist() == [0] * len(judge)
         assert (after.divergences > 0).all()
         ratio = judge.scores(after)["perplexity"] / judge.scores(before)["perplexity"]
-        assert judge.compare(before, after)["perplexity change"] == pytest.approx(ratio - 1)
+        result = judge.compare(before, after)
+        added = (after.values - before.values).flatten()
+        assert result["perplexity change"] == pytest.approx(ratio - 1)
+        assert result["perplexity change error"] == pytest.approx(np.std(added, ddof=1) / len(added) ** 0.5)
+        one = judge_of(task, model, examples(1), longest=41)
+        assert list(one.compare(one.ask(model), one.ask(model))) == ["perplexity change"]
     else:
         moved = judge.compare(before, after)
         assert min(moved.values()) <= next(iter(moved.values()))

@@ -111,6 +111,17 @@ def test_search_and_report_share_no_text(first, others, search, report):
         assert len(set(ids)) == 1 or all(lengths[i - 4] < 17 for i in set(ids))  # only short texts are joined
 
 
+@given(
+    lengths=st.lists(st.integers(1, 60), max_size=12),
+    search=st.integers(1, 5),
+    reports=st.tuples(*[st.integers(1, 20)] * 2),
+)
+def test_the_search_does_not_depend_on_the_report(lengths, search, reports):
+    some = texts(40, *lengths)
+    first, second = (split_pieces(some, KNOWN, 17, search, report)[0] for report in reports)
+    assert first == second
+
+
 def test_a_single_text_is_split():
     some = texts(100)
     search, report = split_pieces(some, KNOWN, 17, 4, 16)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hsa.huggingface.conversion import convert_as
+from hsa.huggingface.fidelity import report as report_module
 from hsa.huggingface.fidelity.calibrate import Calibration, calibrate
 from hsa.huggingface.fidelity.judge import Judge
 from hsa.huggingface.fidelity.plots import PARTS
@@ -61,6 +62,15 @@ def test_changes_of_scores():
     assert [row[-1] for row in report.score_rows()[:2]] == ["-2.50 points", "+10.00%"]
     kept = report.score_rows()[2]
     assert kept[2] == f"{100 * report.comparison['kept']:.2f}%"
+
+
+def test_the_error_of_the_perplexity():
+    report, *_ = report_of({0: CHEAP}, "lm")
+    row = report.score_rows()[0]
+    assert row[0] == "perplexity"
+    change, error = (100 * report.comparison[f"perplexity change{name}"] for name in ("", " error"))
+    assert row[-1] == f"{change:+.2f}% ± {error:.2f} over pieces"
+    assert error > 0
 
 
 def test_remarks():
@@ -135,13 +145,19 @@ def test_files(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["classification", "embedding", "lm"])
-def test_files_of_a_search(tmp_path, task):
+def test_files_of_a_search(tmp_path, task, monkeypatch):
+    drawn = []
+    plot = report_module.plot_frontier
+    monkeypatch.setattr(report_module, "plot_frontier", lambda *call: (drawn.append(call), plot(*call)))
     report, judge, *_ = report_of({1: CHEAP}, task)
     model = {"lm": language_model}.get(task, classifier)()
     model = model.bert if task == "embedding" else model
     result = calibrate(model, judge, "ops 1.2x", candidates=[CHEAP, NEAR])
     report = replace(report, calibration=result, budget="ops 1.2x")
     assert [p.name for p in write_report(tmp_path, report)] == ["operations.png", "frontier.png", "sensitivity.png"]
+    _, points, metric, original, _ = drawn[0]
+    assert (points, original) == (result.frontier, result.original.get(metric))  # both on the texts of the search
+    assert result.original == (judge.scores(judge.ask(model)))
     header = frontier_header(result.frontier)
     assert {len(row) for row in report.frontier_rows()} == {len(header)}
     assert [row[-1] for row in report.frontier_rows()].count("chosen") == 1

@@ -8,7 +8,7 @@ from hsa.errors import InvalidInput
 from hsa.huggingface import settings_of
 from hsa.huggingface.fidelity import timing
 from hsa.huggingface.fidelity.timing import Timed, list_lengths, time_model
-from tests.huggingface.fidelity.small import CHEAP, classifier, tokenizer
+from tests.huggingface.fidelity.small import CHEAP, classifier, language_model, tokenizer
 
 
 @pytest.mark.parametrize("longest", [1, 127, 128, 129, 512, 4096, 5000])
@@ -68,3 +68,11 @@ def test_memory_of_a_call():
     assert 30 < result < 100
     assert extra_memory(lambda: None) < 30
     assert Timed(1, 6.0, 3.0, None, None).times_faster == 2
+
+
+def test_only_the_last_logits_of_a_language_model_are_computed():
+    """Those of a long text would not fit in memory."""
+    model, shapes = language_model(), []
+    model.lm_head.register_forward_hook(lambda module, arguments, output: shapes.append(output.shape))
+    time_model(model, {1: CHEAP}, [7, 23], batch=3, repeats=2, seconds=0.0)
+    assert set(shapes) == {(3, 1, 59)}

@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,7 @@ class Calibration:
             candidate.
         holds: Whether the settings keep to the budget. If not, they are the closest to it that were measured.
         reached: What the settings reach on the examples of the search, in words.
+        original: Scores of the exact model on the examples of the search.
     """
 
     settings: dict[int, LayerSettings]
@@ -175,6 +176,7 @@ class Calibration:
     sensitivities: list[dict[str, Any]]
     holds: bool
     reached: str = ""
+    original: Mapping[str, float] = field(default_factory=dict)
 
 
 def calibrate(
@@ -235,7 +237,7 @@ def _calibrate(search: _Search, budget: Budget, every_layer: bool) -> Calibratio
     settings = search.with_biases(path[chosen["step"]], budget)
     reached = budget.reached(search.measure(settings), search.original)
     shown = [{**point, "chosen": point is chosen} for point in frontier]
-    return Calibration(settings, shown, search.sensitivity_table(), bool(good), reached)
+    return Calibration(settings, shown, search.sensitivity_table(), bool(good), reached, search.original)
 
 
 class _Search:

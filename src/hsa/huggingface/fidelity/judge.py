@@ -163,14 +163,14 @@ class Judge:
             return _Part(rows, F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu().numpy())
         ids = inputs["input_ids"]
         states = final_states(model, ids)
-        values = mean_losses(model, ids, states, self.warm_up)[:, None].cpu().numpy()
+        values = mean_losses(model, ids, states, self.warm_up)[:, None].numpy()
         compared = compared_states(states, self.warm_up)
         if against is None:
             return _Part(rows, values, states=_stored(compared))
         if against.states is None:
             raise InvalidInput("against", got="answers without states", expected="those that ask(model) returned")
         before = torch.stack([against.states[row].to(states.device) for row in rows])
-        return _Part(rows, values, mean_divergences(model, before, compared).cpu().numpy())
+        return _Part(rows, values, mean_divergences(model, before, compared).numpy())
 
     def scores(self, answers: Answers) -> dict[str, float]:
         """Return the scores of answers by name, the main score first."""
@@ -187,8 +187,11 @@ class Judge:
     def compare(self, before: Answers, after: Answers) -> dict[str, float]:
         """Return measures of agreement between the answers before and after a conversion."""
         if self.task == "lm":
-            change = float(np.exp(after.values.mean() - before.values.mean()) - 1)
-            return {"perplexity change": change}
+            added = after.values[:, 0] - before.values[:, 0]
+            change = {"perplexity change": math.exp(added.mean()) - 1}
+            if len(added) > 1:
+                change["perplexity change error"] = float(added.std(ddof=1)) / math.sqrt(len(added))
+            return change
         if self.task == "embedding":
             cosine = (before.values * after.values).sum(1)
             return {"cosine": float(cosine.mean()), "lowest cosine": float(cosine.min())}

@@ -87,15 +87,15 @@ def _returning(module: Any, output: Any) -> Iterator[None]:
 
 
 def mean_losses(model: Any, ids: Tensor, states: Tensor, warm_up: int = 0) -> Tensor:
-    """Return the mean loss of each piece, `[batch]`, without the first `warm_up` predictions."""
+    """Return the mean loss of each piece, `[batch]` on the CPU, without the first `warm_up` predictions."""
     targets = ids[:, warm_up + 1 :]
     states = states[:, warm_up:-1]
-    total = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
+    sums = []
     for part in _slices(model, states):
         logits = logits_of(model, states[:, part])
         losses = F.cross_entropy(logits.flatten(0, 1), targets[:, part].flatten(), reduction="none")
-        total += losses.view(len(ids), -1).sum(1, dtype=torch.float64)
-    return total / targets.shape[1]
+        sums.append(losses.view(len(ids), -1).sum(1))
+    return torch.stack(sums).cpu().double().sum(0) / targets.shape[1]
 
 
 def compared_states(states: Tensor, warm_up: int = 0) -> Tensor:
@@ -104,19 +104,19 @@ def compared_states(states: Tensor, warm_up: int = 0) -> Tensor:
 
 
 def mean_divergences(model: Any, before: Tensor, after: Tensor) -> Tensor:
-    """Return the mean KL divergence of predictions from those before, for each piece, `[batch]`.
+    """Return the mean KL divergence of predictions from those before, for each piece, `[batch]` on the CPU.
 
     Args:
         model: Model whose head turns states into logits.
         before: Compared states of the exact model.
         after: Compared states of another version of it.
     """
-    total = torch.zeros(len(before), dtype=torch.float64, device=after.device)
+    sums = []
     for part in _slices(model, before):
         p, q = (logits_of(model, states[:, part]).log_softmax(-1) for states in (before, after))
         each = F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
-        total += each.clamp(min=0).sum(1, dtype=torch.float64)  # rounding alone makes some negative
-    return total / before.shape[1]
+        sums.append(each.clamp(min=0).sum(1))  # rounding alone makes some negative
+    return torch.stack(sums).cpu().double().sum(0) / before.shape[1]
 
 
 def _slices(model: Any, states: Tensor) -> Iterator[slice]:

@@ -57,10 +57,10 @@ def cut_pieces(examples: Examples, tokenizer: Any, longest: int, count: int | No
     """
     cutter = _Cutter(examples, tokenizer, longest)
     if count is None:
-        sources = cutter.sources()
+        sources = cutter.read(cutter.texts)
         ids = [piece for source in sources for piece in source.first(maxsize)]
         return cutter.pieces(ids, sources)
-    return cutter.deal(cutter.spread_sources(count), count)
+    return cutter.deal(cutter.spread(cutter.texts, count), count)
 
 
 def split_pieces(examples: Examples, tokenizer: Any, longest: int, search: int, report: int) -> tuple[Pieces, Pieces]:
@@ -77,22 +77,25 @@ def split_pieces(examples: Examples, tokenizer: Any, longest: int, search: int, 
         InvalidInput: There are fewer than two pieces.
     """
     cutter = _Cutter(examples, tokenizer, longest)
-    sources = cutter.spread_sources(search + report)
+    sources = cutter.spread(
+        cutter.texts, 2 * search
+    )  # whatever `report` is: measurements of a search can be used again
     if len(sources) == 1:
-        ids = sources[0].first(search + report)
-        if len(ids) < 2:
+        some = min(search, len(sources[0].first(2 * search)) // 2)
+        if not some:
             raise InvalidInput(
                 examples.name,
                 got=f"one piece of {longest:,} tokens",
                 expected="at least 2, to search on some and to report on the others",
                 fix="Pass smaller --max-tokens, or --calibration FILE to search on other texts",
             )
-        some = min(search, len(ids) // 2)
-        return cutter.pieces(ids[:some], sources), cutter.pieces(ids[some : some + report], sources)
+        ids = sources[0].first(some + report)
+        return cutter.pieces(ids[:some], sources), cutter.pieces(ids[some:], sources)
     some = min(search, len(sources) // 2)
-    drawn = {i * len(sources) // some for i in range(some)}
-    held, rest = ([s for i, s in enumerate(sources) if (i in drawn) is wanted] for wanted in (True, False))
-    return cutter.deal(held, search), cutter.deal(rest, report)
+    held = [sources[i * len(sources) // some] for i in range(some)]
+    searched = {id(text) for source in held for text in source.texts}
+    others = [text for text in cutter.texts if id(text) not in searched]
+    return cutter.deal(held, search), cutter.deal(cutter.spread(others, report), report)
 
 
 @dataclass
@@ -104,7 +107,11 @@ class _Source:
     step: int
     ids: list[int] = field(default_factory=list)
     complete: bool = False
-    texts: int = 1
+    joined: Sequence[_Source] = ()
+
+    @property
+    def texts(self) -> Sequence[_Source]:
+        return self.joined or [self]
 
     def first(self, count: int) -> list[list[int]]:
         """Return the first pieces, at most `count`."""
@@ -129,7 +136,8 @@ class _Cutter:
         self.texts = [_Source(text, tokenizer, self.step) for text in texts]
 
     def pieces(self, ids: Sequence[list[int]], sources: Sequence[_Source]) -> Pieces:
-        return Pieces(self.name, [self.begin + piece for piece in ids], sum(source.texts for source in sources))
+        texts = sum(len(source.texts) for source in sources)
+        return Pieces(self.name, [self.begin + piece for piece in ids], texts)
 
     def deal(self, sources: list[_Source], count: int) -> Pieces:
         """Take the first piece of each source, then the second of each, and so on."""
@@ -141,36 +149,36 @@ class _Cutter:
                 break
         return self.pieces(dealt[:count], sources[:count])
 
-    def spread_sources(self, wanted: int) -> list[_Source]:
-        """Return up to `wanted` sources, from all parts of the data if there are enough."""
-        blocks = np.array_split(np.arange(len(self.texts)), min(wanted, len(self.texts)))
-        spread = list(chain.from_iterable(islice(self._read(block.tolist()), 1) for block in blocks))
-        return spread if len(spread) == wanted else max(spread, self.sources(wanted), key=len)
+    def spread(self, texts: Sequence[_Source], wanted: int) -> list[_Source]:
+        """Return up to `wanted` sources, from all parts of the texts if there are enough."""
+        blocks = np.array_split(np.arange(len(texts)), min(wanted, len(texts)))
+        spread = [source for block in blocks for source in islice(self._read(texts[i] for i in block), 1)]
+        return spread if len(spread) == wanted else max(spread, self.read(texts, wanted), key=len)
 
-    def sources(self, most: int | None = None) -> list[_Source]:
+    def read(self, texts: Sequence[_Source], most: int | None = None) -> list[_Source]:
         """Return the sources in the order of the texts."""
-        sources = list(islice(self._read(range(len(self.texts))), most))
+        sources = list(islice(self._read(texts), most))
         if not sources:
             raise InvalidInput(
                 self.name,
                 expected=f"at least {self.step:,} tokens, for one piece",
-                got=f"{sum(len(text.ids) for text in self.texts):,} tokens",
+                got=f"{sum(len(text.ids) for text in texts):,} tokens",
                 fix="Pass smaller --max-tokens",
             )
         return sources
 
-    def _read(self, numbers: Iterable[int]) -> Iterator[_Source]:
-        joined: list[int] = []
-        texts = 0
-        for text in (self.texts[number] for number in numbers):
+    def _read(self, texts: Iterable[_Source]) -> Iterator[_Source]:
+        ids: list[int] = []
+        short: list[_Source] = []
+        for text in texts:
             if text.first(1):
                 yield text
                 continue
-            joined += [*self.between, *text.ids] if joined else text.ids
-            texts += 1
-            if len(joined) >= self.step:
-                yield _Source("", None, self.step, joined[: self.step], complete=True, texts=texts)
-                joined, texts = [], 0
+            ids += [*self.between, *text.ids] if ids else text.ids
+            short.append(text)
+            if len(ids) >= self.step:
+                yield _Source("", None, self.step, ids[: self.step], complete=True, joined=short)
+                ids, short = [], []
 
 
 def tokenize_plain(tokenizer: Any, text: str) -> list[int]:

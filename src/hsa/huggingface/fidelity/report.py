@@ -98,6 +98,9 @@ class Report:
             [name, f"{value:.4f}", f"{self.converted[name]:.4f}", _change(name, value, self.converted[name])]
             for name, value in self.original.items()
         ]
+        if "perplexity change error" in self.comparison:
+            error = f" ± {100 * self.comparison['perplexity change error']:.2f} over pieces"
+            rows = [[*row[:-1], row[-1] + error * (row[0] == "perplexity")] for row in rows]
         if "kept" in self.comparison:
             interval = f"{100 * self.comparison['kept low']:.1f} to {100 * self.comparison['kept high']:.1f}"
             rows.append(["answers kept", "", f"{100 * self.comparison['kept']:.2f}%", f"95% interval {interval}"])
@@ -245,14 +248,16 @@ def write_report(folder: Path, report: Report) -> list[Path]:
     if search is not None:
         metric = next(name for name in list_frontier_metrics(search.frontier) if name != "distance")
         pictures.append(folder / "frontier.png")
-        plot_frontier(pictures[-1], search.frontier, metric, report.original.get(metric), f"Budget {report.budget}")
+        plot_frontier(pictures[-1], search.frontier, metric, search.original.get(metric), f"Budget {report.budget}")
         candidates: list[Any] = []
         for row in search.sensitivities:
             candidates += [row["settings"]] if row["settings"] not in candidates else []
         rows = [{**row, "candidate": candidates.index(row["settings"])} for row in search.sensitivities]
         names = [describe(LayerSettings.from_json("candidate", candidate)) for candidate in candidates]
         pictures.append(folder / "sensitivity.png")
-        plot_sensitivity(pictures[-1], rows, names, "One layer converted at a time")
+        layers = {row["layer"] for row in rows}
+        untried = " (white: no fewer operations than exact)" if len(rows) < len(names) * len(layers) else ""
+        plot_sensitivity(pictures[-1], rows, names, f"One layer converted at a time{untried}")
     write_json(folder / "report.json", _as_json(report))
     write_text(folder / "report.md", "\n".join([*_markdown(report), *(f"![{p.stem}]({p.name})" for p in pictures), ""]))
     return pictures
