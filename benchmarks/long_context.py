@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -132,9 +133,19 @@ def search(decoder: Decoder, options: argparse.Namespace) -> None:
     settings = {str(number): layer.to_json() for number, layer in found.settings.items()}
     saved = {"budget": options.budget, "holds": found.holds, "settings": settings, "frontier": found.frontier}
     options.out.write_text(json.dumps({**saved, "seconds": time.monotonic() - began}))
-    for point in found.frontier:
-        print(*(f"{point[name]:.4g}" for name in ("ops", "perplexity")), "*" * point["chosen"], flush=True)
-    print({number: layer.threshold for number, layer in found.settings.items()}, f"{time.monotonic() - began:.0f} s")
+    rows = [
+        [point["converted"], point["ops"], point["perplexity"], f"{100 * point['perplexity change']:+.2f}%"]
+        + ["chosen" if point["chosen"] else ""]
+        for point in found.frontier
+    ]
+    header = ["layers converted", "× fewer operations", "perplexity", "change", ""]
+    chosen = ", ".join(f"1/{round(1 / found.settings[n].threshold)}" for n in sorted(found.settings))
+    notes = (
+        f"{_model(decoder, options)}. Points on the path of the search for {options.budget!r}, on {len(ids)} texts of "
+        f"{options.length:,} tokens, tokens from {options.skip:,} on. The search took {time.monotonic() - began:.0f} s. "
+        f"Thresholds of the converted layers at the chosen point, in order: {chosen}."
+    )
+    _write("search", "Search for a threshold per layer", header, rows, notes, options)
 
 
 def quality(decoder: Decoder, options: argparse.Namespace) -> None:
@@ -269,7 +280,7 @@ class FullLayer(FixedLayer):
 
     def __init__(self, layer: Any, batch: int, length: int):
         super().__init__(layer, torch.ones(batch, length, dtype=torch.bool, device=layer.keys.device), length)
-        self.max_length = length + 4 * STEPS  # of which the last ones replace the first
+        self.max_length = length + 4 * STEPS  # new keys replace the first ones
 
     def step(self, call: Call) -> Tensor:
         row = self.position % self.rows
@@ -392,13 +403,14 @@ def _write(
     part: str, title: str, header: Sequence[str], rows: Sequence[Sequence[Any]], notes: str, options: argparse.Namespace
 ) -> None:
     name = options.name.lower().replace(" ", "_")
-    arguments = f"MODEL --texts TEXTS --settings {' '.join(map(_name, options.settings))}"
+    shown = {str(options.model): "MODEL", str(options.texts): "TEXTS"}
+    arguments = " ".join(shown.get(word, Path(word).name) for word in sys.argv[1:])
     write_table(
         f"long_context_{part}_{name}",
         f"{title}: {options.name}",
         [("", header, rows)],
         notes,
-        command=f"python -m benchmarks.long_context {part} {arguments}",
+        command=f"python -m benchmarks.long_context {arguments}",
     )
 
 

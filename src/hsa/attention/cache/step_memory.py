@@ -16,7 +16,7 @@ class StepMemory:
         self._tensors: dict[Key, tuple[Tensor, ...]] = {}
 
     def get(self, key: Key, allocate: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return the tensors of steps of some sizes, the last of which is the number of tokens.
+        """Return the tensors of steps of some sizes; the last size is the number of tokens.
 
         Tensors of other sizes are freed, except for those of steps that differ in the number of tokens alone.
         """

@@ -48,7 +48,7 @@ MOST_SPLITS = 64
 MOST_SCORERS = 64
 """Maximum number of programs of `score` that share the chunks of a sequence and key/value head."""
 MOST_QUERIES = 32
-"""Maximum number of heads × tokens of a program of `attend`, each of which is a bit of a number."""
+"""Maximum number of heads × tokens of a program of `attend`; each is a bit of a number."""
 ROWS = 64
 """Maximum number of rows of keys and values that are read at once."""
 OPENED = 2048
