@@ -35,6 +35,7 @@ from hsa.huggingface import DecodingStep, LayerSettings, convert_as, counting, m
 from hsa.huggingface.fidelity.calibrate import calibrate
 from hsa.huggingface.fidelity.judge import Judge
 from hsa.huggingface.fidelity.pieces import Pieces
+from hsa.huggingface.fidelity.report import describe
 from hsa.huggingface.fixed_layer import FixedLayer
 from hsa.huggingface.interface import NAME
 from hsa.huggingface.layer_plan import Call
@@ -133,17 +134,16 @@ def search(decoder: Decoder, options: argparse.Namespace) -> None:
     settings = {str(number): layer.to_json() for number, layer in found.settings.items()}
     saved = {"budget": options.budget, "holds": found.holds, "settings": settings, "frontier": found.frontier}
     options.out.write_text(json.dumps({**saved, "seconds": time.monotonic() - began}))
-    rows = [
-        [point["converted"], point["ops"], point["perplexity"], f"{100 * point['perplexity change']:+.2f}%"]
-        + ["chosen" if point["chosen"] else ""]
-        for point in found.frontier
-    ]
+    rows = []
+    for point in found.frontier:
+        change, mark = f"{100 * point['perplexity change']:+.2f}%", "chosen" if point["chosen"] else ""
+        rows.append([point["converted"], point["ops"], point["perplexity"], change, mark])
     header = ["layers converted", "× fewer operations", "perplexity", "change", ""]
-    chosen = ", ".join(f"1/{round(1 / found.settings[n].threshold)}" for n in sorted(found.settings))
+    chosen = "; ".join(describe(found.settings[number]) for number in sorted(found.settings))
     notes = (
         f"{_model(decoder, options)}. Points on the path of the search for {options.budget!r}, on {len(ids)} texts of "
         f"{options.length:,} tokens, tokens from {options.skip:,} on. The search took {time.monotonic() - began:.0f} s. "
-        f"Thresholds of the converted layers at the chosen point, in order: {chosen}."
+        f"Settings of the converted layers at the chosen point, in order: {chosen}."
     )
     _write("search", "Search for a threshold per layer", header, rows, notes, options)
 
