@@ -349,7 +349,11 @@ def test_experiments_that_cannot_run(refuses, tmp_path):
         (["--lengths", "0"], "lengths", ["expected 1 to 61, the limit of the model, got 0"]),
         (["--top-k=-1"], "top_k", ["a number of groups, 0 or more", "got -1"]),
         (["--threshold", "2"], "threshold", ["a number above 0 and at most 1", "got 2.0"]),
-        (["--threshold", "0.1"], "threshold", ["top_k in its place", "not causal", "got 0.1"]),
+        (
+            ["--kind", "multiscale", "--tree", "sentences", "--threshold", "0.1"],
+            "threshold",
+            ["top_k in its place", "not causal", "got 0.1"],
+        ),
         (["--sinks", "many"], "sinks", ["'special', ", "got 'many'"]),
         (["--branching", "1"], "branching[0]", ["expected 2 or more, got 1"]),
         (["--near", "1"], "near", ["0 with kind='clustered'", "got 1"]),

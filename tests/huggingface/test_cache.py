@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
-from hsa.huggingface import convert, counting, layer_plan, memory_of, new_cache, revert
+from hsa.huggingface import convert, counting, decoding_graph, layer_plan, memory_of, new_cache, revert
 from hsa.huggingface.cache import CacheLayer
 from hsa.huggingface.layer_plan import exact_is_cheaper
 from tests.huggingface.tiny_models import PAD, random_ids, run, stepwise, tiny, transformers
@@ -100,6 +100,16 @@ def test_rejected_tokens_change_nothing(steps, monkeypatch, way):
     assert torch.equal(guessed, plain)
     assert any(n < 0 for n in crops)
     assert way == "clustered" or len(steps) > 30 * 2
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_prompts_in_pieces(graph):
+    """`generate` reads the prompt in pieces, whose ends are not those of tiles."""
+    model = ready()
+    ids, mask = random_ids([29, 29])
+    wanted = write(model, ids, mask, 12, use_cache=False).sequences
+    with decoding_graph(model, max_length=41) if graph else contextlib.nullcontext():
+        assert torch.equal(write(model, ids, mask, 12, prefill_chunk_size=11).sequences, wanted)
 
 
 @pytest.mark.parametrize("kind", ["cropped", "absolute"])

@@ -60,8 +60,8 @@ class SettingOptions:
         branching: Members per family, from the leaves up; the last factor repeats, except for hierarchical. 8 2 by default.
             In language models: keys per group, groups per node and nodes per chunk, 8 8 4 by default.
         near: For multiscale: number of neighbouring families on each side that are attended to exactly.
-        threshold: For language models: share of a query's attention from which a group of keys is attended to exactly; 1/256
-            by default. Smaller is closer to the original and slower.
+        threshold: Share of a query's attention from which a group of keys is attended to exactly. Smaller is closer to the
+            original and slower. 1/256 by default for language models; for encoders it replaces --top-k if it is given.
         top_k: Number of groups of keys that each query attends to exactly: the best ones; 8 by default. More is closer to
             the original and slower. Language models select by --threshold instead, unless it is given.
         pooled_bias: Number that is added to the logits of pooled nodes.

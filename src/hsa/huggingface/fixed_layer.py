@@ -77,9 +77,9 @@ class FixedLayer(CacheLayerMixin):
             return key_states, value_states
         if self.is_sliding:
             raise InvalidInput(
-                "input_ids",
-                expected="one new token per sequence, after the first step of a layer with a sliding window",
-                got=f"{key_states.shape[2]} tokens",
+                "past_key_values",
+                problem=f"a forward pass of {key_states.shape[2]} tokens after a decoding step",
+                expected="further decoding steps alone, as the model has layers with a sliding window",
                 fix="Decode without decoding_graph to use prompt lookup, assisted decoding or further prompts",
             )
         new = key_states.shape[2]
