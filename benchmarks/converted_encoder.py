@@ -40,6 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "top_k": 16,
         "tile": 16,
     },
+    "clustered, threshold 1/64": {"threshold": 1 / 64},
+    "windows, threshold 1/64": {"kind": "multiscale", "threshold": 1 / 64},
 }
 
 

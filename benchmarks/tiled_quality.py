@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hsa
+from benchmarks.needles import Question, questions_of
 from hsa.attention.clustered.layout import TILE, WIDEST_TILE
 from hsa.attention.clustered.selection import TileSelection, intervals_of
 
@@ -51,14 +51,6 @@ KINDS: Mapping[str, Any] = {
     "branching": lambda text: tuple(int(size) for size in text.split("x")),
     "backend": str,
 }
-# fmt: off
-CITIES = (
-    "Amsterdam", "Berlin", "Cairo", "Dublin", "Edinburgh", "Florence", "Geneva", "Havana",
-    "Istanbul", "Jakarta", "Kyoto", "Lisbon", "Madrid", "Nairobi", "Oslo", "Prague",
-    "Quito", "Rome", "Stockholm", "Toronto", "Utrecht", "Vienna", "Warsaw", "Zurich",
-)
-# fmt: on
-
 Settings = dict[str, Any]
 Packed = tuple[Tensor, Tensor, Tensor]
 """q, k and v of one layer: `[tokens, heads, dim]`."""
@@ -247,59 +239,14 @@ def entries_of(selection: TileSelection) -> tuple[int, int, int, int]:
     return keys, groups, nodes, chunks
 
 
-@dataclass(frozen=True)
-class Question:
-    """A text with hidden facts and a question at its end.
-
-    Attributes:
-        tokens: Text, question and answer.
-        digits: Positions of the digits of the answer.
-    """
-
-    tokens: Tensor
-    digits: tuple[int, ...]
-
-    @property
-    def start(self) -> int:
-        """First row that attends by the operator: the first of a tile of any size."""
-        return max(0, (len(self.tokens) - NEEDLE_ROWS) // WIDEST_TILE * WIDEST_TILE)
-
-
-def questions_of(text: Tensor, needles: int, tokenizer: Any) -> list[Question]:
-    """Hide facts at evenly spaced depths of a text, and return one question for each of them."""
-    if not 0 < needles <= len(CITIES):
-        raise SystemExit(f"--needles: expected a number from 1 to {len(CITIES)}, got {needles}")
-    dice = random.Random(0)
-    codes = {city: f"{dice.randrange(10_000, 100_000)}" for city in dice.sample(CITIES, needles)}
-
-    def tokens(string: str) -> list[int]:
-        return list(tokenizer(string, add_special_tokens=False).input_ids)
-
-    facts = [tokens(f"\n\nThe secret code of {city} is {code}.\n\n") for city, code in codes.items()]
-    asked = {
-        city: f"\n\nQuestion: What is the secret code of {city}?\nAnswer: The secret code of {city} is"
-        for city in codes
-    }
-    room = len(text) - sum(map(len, facts)) - max(len(tokens(f"{asked[city]} {code}.")) for city, code in codes.items())
-    rest, haystack = text[:room].tolist(), []
-    for number, fact in enumerate(facts):
-        begin, end = ((2 * i - 1) * room // (2 * needles) if i else 0 for i in (number, number + 1))
-        haystack += rest[begin:end] + fact
-    haystack += rest[(2 * needles - 1) * room // (2 * needles) :]
-    questions = []
-    for city, code in codes.items():
-        row = haystack + tokens(f"{asked[city]} {code}")
-        answer = range(len(haystack) + len(tokens(asked[city])), len(row))
-        digits = tuple(i for i in answer if tokenizer.decode([row[i]]).strip())
-        if "".join(tokenizer.decode([row[i]]) for i in digits).strip() != code:
-            raise SystemExit(f"the tokenizer does not separate the code {code} from the question")
-        questions.append(Question(torch.tensor(row), digits))
-    return questions
+def start_of(question: Question) -> int:
+    """Return the first row that attends by the operator: the first of a tile of any size."""
+    return max(0, (len(question.tokens) - NEEDLE_ROWS) // WIDEST_TILE * WIDEST_TILE)
 
 
 def is_right(decoder: Decoder, question: Question) -> bool:
     """Return whether every digit of the answer is the most probable token after the ones before it."""
-    decoder.attention.start = question.start
+    decoder.attention.start = start_of(question)
     hidden = decoder.hidden(question.tokens)
     before = torch.tensor(question.digits) - 1
     best = decoder.logits(hidden[before.to(hidden.device)]).argmax(-1).cpu()

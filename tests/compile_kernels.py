@@ -46,6 +46,7 @@ from hsa.research.trilinear.triton import operator as trilinear_kernels  # noqa:
 
 SMALLEST_SHARED_MEMORY = 99 * 2**10  # per block on Ampere and Ada cards
 LEARNED = Entmax(torch.tensor([[1.3], [1.7]]), least=1.3)
+PER_HEAD = (1 / 256, 1 / 128, 1 / 64, 1 / 32)
 compiled = set()
 
 
@@ -104,9 +105,9 @@ def compile_clustered(dtype, dim, **rule):
         clustered_attention(q, k, v, backend="triton", **rule).sum().backward()
 
 
-def compile_decoding(dtype, dim):
+def compile_decoding(dtype, dim, **rule):
     trees = MultiscaleCache(1, 2, 2, dim, sinks=1, dtype=dtype, backend="triton")
-    clusters = ClusteredCache(1, 2, 2, dim, dtype=dtype, backend="triton")
+    clusters = ClusteredCache(1, 2, 2, dim, dtype=dtype, backend="triton", **rule)
     for cache in (trees, clusters):
         cache.append()
         cache.attend(0, *(torch.randn(2, heads, dim, dtype=dtype) for heads in (4, 2, 2)))
@@ -132,6 +133,8 @@ if __name__ == "__main__":
     for dim in (16, 64):
         compile_clustered(torch.bfloat16, dim, causal=True)
         compile_decoding(torch.bfloat16, dim)
+    compile_clustered(torch.bfloat16, 64, causal=True, threshold=PER_HEAD)
+    compile_decoding(torch.bfloat16, 64, threshold=PER_HEAD)
     compile_trilinear(torch.bfloat16, 64, causal=False)
     compile_head_norm(torch.bfloat16, 32)
     if sys.argv[2] == "all":

@@ -89,6 +89,8 @@ def test_causal_attention_is_clustered_attention():
     torch.testing.assert_close(
         rows(threshold=0.01, branching=(8, 4, 2), tile=32), expected(threshold=0.01, branching=(8, 4, 2), tile=32)
     )
+    per_head = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
+    torch.testing.assert_close(rows(threshold=per_head), expected(threshold=per_head))
     torch.testing.assert_close(rows(top_k=3), expected(top_k=3))
     torch.testing.assert_close(rows(kind="multiscale", threshold=0.01), expected(threshold=0.01, windows=True))
     torch.testing.assert_close(rows(kind="multiscale", top_k=3), expected(top_k=3, windows=True))

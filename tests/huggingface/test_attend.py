@@ -14,6 +14,8 @@ from tests.huggingface.tiny_models import attend_layer, inputs_of, random_ids, t
 ALL_EXACT = {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 99}
 WAYS = {
     "clustered": {"branching": (4, 2), "top_k": 1},
+    "threshold": {"branching": (4, 2, 2), "tile": 8, "threshold": 1 / 8},
+    "windows with a threshold": {"kind": "multiscale", "branching": (4, 2, 2), "tile": 8, "threshold": 1 / 8},
     "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "near": 1},
     "dropped": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "pooled_bias": -math.inf},
     "hierarchical": {"kind": "hierarchical", "branching": (4, 2)},

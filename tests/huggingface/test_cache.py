@@ -18,6 +18,7 @@ WAYS = {
     "clustered": CLUSTERED,
     "clustered, top_k": {"branching": (2, 2, 2), "tile": 4, "top_k": 1, "sinks": None, "pooled_bias": -0.4},
     "clustered, bias per head": {**CLUSTERED, "pooled_bias": (0.0, -0.5, 0.5, -1.0)},
+    "clustered, threshold per head": {**CLUSTERED, "threshold": [(1 / 4, 1 / 8, 1 / 32, 1 / 2), 1 / 16]},
     "windows that are selected": {"kind": "multiscale", **CLUSTERED},
     "windows": WINDOWS,
 }

@@ -5,12 +5,13 @@ import pickle
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from hsa.errors import InvalidInput, MissingExtra, Unsupported
-from hsa.huggingface import convert, register, revert, settings_of
+from hsa.huggingface import convert, convert_as, register, revert, settings_of
 from hsa.huggingface.layers import attention_layers
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import CLS, SEP, inputs_of, random_ids, run, tiny, transformers, word_tokenizer
@@ -44,6 +45,34 @@ def test_layers_are_converted_and_reverted_one_by_one():
     revert(model, [1])
     assert settings_of(model) == {}
     assert torch.equal(run(model, **inputs), exact)
+
+
+HEADS = (0.1, 0.2, 0.05, 0.3), (0.5, 0.25, 0.5, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "thresholds", "expected"),
+    [
+        (None, [0.5, 0.1, 0.01], {0: 0.5, 1: 0.1, 2: 0.01}),
+        ([-1, 0], [0.5, list(HEADS[0])], {2: 0.5, 0: HEADS[0]}),
+        ({-1, 0}, (0.5, 0.1), {0: 0.5, 2: 0.1}),  # in the order of their numbers
+        (1, torch.tensor([0.25]), {1: 0.25}),
+        ([2, 1], np.array(HEADS), {2: HEADS[0], 1: HEADS[1]}),
+    ],
+    ids=["numbers", "per head", "set", "tensor", "array"],
+)
+def test_a_threshold_for_each_layer(layers, thresholds, expected):
+    tiles = {"branching": (4, 2, 2), "tile": 8}
+    model, one_by_one, again = (tiny("llama", num_hidden_layers=3) for _ in range(3))
+    convert(model, layers, threshold=thresholds, **tiles)
+    assert {number: layer.threshold for number, layer in settings_of(model).items()} == expected
+    for number, threshold in expected.items():
+        convert(one_by_one, [number], threshold=[threshold], **tiles)
+    convert_as(again, settings_of(model))
+    ids, _ = random_ids()
+    for other in (one_by_one, again):
+        assert settings_of(other) == settings_of(model)
+        assert torch.equal(run(other, input_ids=ids), run(model, input_ids=ids))
 
 
 @pytest.mark.parametrize("layers", [[2], [-3], "01", [0.5], [True], None, [], 1.0])

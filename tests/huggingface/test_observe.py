@@ -110,9 +110,10 @@ def test_operations_of_converted_layers_follow_their_structure(way, causal):
     packed_q, packed_k, packed_v = (padding.pack(x) for x in (q, k, v))
     if way == "hierarchical":
         expected = flops(tree, 30, 6)
-    elif causal:
-        keys = cluster(packed_k, packed_v, [23, 17], windows=way != "clustered", branching=(4, 2, 2))
-        selection = select_groups(packed_q, packed_k, keys, [23, 17], causal=True, top_k=1, tile=8)
+    elif settings.uses_tiles(causal):
+        keys = cluster(packed_k, packed_v, [23, 17], windows=settings.kind == "multiscale", branching=(4, 2, 2))
+        rule = {"threshold": settings.threshold, "top_k": settings.top_k, "tile": 8}
+        selection = select_groups(packed_q, packed_k, keys, [23, 17], causal=causal, **rule)
         expected = flops(selection, 30, 6)
     else:
         clusters = cluster_keys(packed_k, tree) if way == "clustered" else None

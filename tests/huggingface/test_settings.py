@@ -53,6 +53,25 @@ def test_a_model_saved_and_loaded(way, tmp_path):
     assert not hasattr(plain.config, "hsa")
 
 
+def test_thresholds_saved_and_loaded(tmp_path):
+    """One per layer, one per head."""
+    thresholds = [0.01, (0.5, 0.1, 0.02, 0.3)]
+    model = convert(tiny("llama"), branching=(4, 2, 2), tile=8, threshold=thresholds)
+    ids, mask = random_ids()
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    expected, settings = run(model, **inputs), settings_of(model)
+    assert [layer.threshold for layer in settings.values()] == thresholds
+    model.save_pretrained(tmp_path)
+    register()
+    options = {"dtype": torch.float64}
+    for loaded in (
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="hsa", **options).eval(),
+        convert(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()),
+    ):
+        assert torch.equal(run(loaded, **inputs), expected)
+        assert settings_of(loaded) == settings
+
+
 def test_special_ids_need_hooks(tmp_path):
     model = convert(tiny("bert"), tokenizer=word_tokenizer(), **WAYS["special"])
     model.save_pretrained(tmp_path)
@@ -62,11 +81,16 @@ def test_special_ids_need_hooks(tmp_path):
 
 
 def test_a_config_is_json():
-    model = convert(tiny("llama"), [1], pooled_bias=torch.tensor([0.0, -math.inf, 1.5, 0.25]), threshold=1 / 64)
+    several = {
+        "pooled_bias": torch.tensor([0.0, -math.inf, 1.5, 0.25]),
+        "threshold": torch.tensor([[0.5, 0.25, 1, 0.5]]),
+    }
+    model = convert(tiny("llama"), [1], **several)
     written = json.loads(model.config.to_json_string())["hsa"]
     assert written == json.loads(json.dumps(written, allow_nan=False)) == model.config.hsa
     assert written["version"] == VERSION
-    assert settings_of(model) == {1: LayerSettings(pooled_bias=(0.0, -math.inf, 1.5, 0.25), threshold=1 / 64)}
+    settings = LayerSettings(pooled_bias=(0.0, -math.inf, 1.5, 0.25), threshold=(0.5, 0.25, 1.0, 0.5))
+    assert settings_of(model) == {1: settings}
     assert ModelSettings.of(model.config).to_json() == written
 
 
@@ -153,6 +177,10 @@ WRONG = {
     ),
     "kind": ({"version": VERSION, "layers": {"0": {"kind": "x"}}}, r"\['0'\].kind: expected .*, got 'x'"),
     "branching": ({"version": VERSION, "layers": {"0": {"branching": 8}}}, r"\['0'\].branching: expected .*, got 8"),
+    "threshold": (
+        {"version": VERSION, "layers": {"0": {"threshold": [0.1, "x"]}}},
+        r"\['0'\].threshold\[1\]: expected a number above 0 and at most 1, got 'x'",
+    ),
     "bias": (
         {"version": VERSION, "layers": {"0": {"pooled_bias": "much"}}},
         r"\['0'\].pooled_bias: expected .*, got 'much'",
@@ -228,7 +256,15 @@ REFUSED = [
     ({"tile": 0}, "tile: expected .*, got 0"),
     ({"threshold": 0}, "threshold: expected a number above 0 and at most 1, got 0"),
     ({"threshold": 0.1, "top_k": 2}, "top_k: expected None with a threshold, got 2. Pass one of the two"),
-    ({"threshold": 0.1}, "threshold: expected None, with top_k in its place, in layer 0, which is not causal, got 0.1"),
+    (
+        {"kind": "multiscale", "tree": "sentences", "threshold": 0.1},
+        "threshold: expected None, with top_k in its place, in layer 0, which is not causal, got 0.1. Only clustered keys",
+    ),
+    ({"threshold": 0.1, "sinks": 2}, "sinks: expected 1, the default, in layer 0, which is not causal, got 2"),
+    (
+        {"kind": "multiscale", "threshold": 0.1, "near": 1},
+        "near: expected 0 with threshold or top_k in layer 0, .*, got 1",
+    ),
     ({"sinks": "first"}, "sinks: expected .*, got 'first'"),
     ({"pooled_bias": math.inf}, "pooled_bias: expected .*, got inf"),
     ({"pooled_bias": (0.0, 0.0)}, "expected one number, or one for each of the 4 heads of layer 0, got 2 numbers"),
@@ -247,6 +283,18 @@ REFUSED = [
 
 
 CAUSAL_REFUSED = [
+    (
+        {"threshold": [0.1, 0.1, 0.1, 0.1]},
+        r"threshold: expected one number, or an entry for each of the 2 layers \[0, 1\], got a sequence of 4. An entry is",
+    ),
+    ({"threshold": [0.1, 2]}, r"threshold\[1\]: expected a number above 0 and at most 1, got 2"),
+    ({"threshold": [0.1, [0.1, 0, 0.1, 0.1]]}, r"threshold\[1\]\[1\]: expected a number above 0 and at most 1, got 0"),
+    ({"threshold": [0.1, None]}, r"threshold\[1\]: expected a number above 0 and at most 1, got None"),
+    (
+        {"threshold": [0.1, [0.1, 0.2]]},
+        "threshold: expected one number, or one for each of the 4 heads of layer 1, got 2 numbers. Pass as many numbers as",
+    ),
+    ({"threshold": [0.1, 0.1], "top_k": 2}, "top_k: expected None with a threshold, got 2. Pass one of the two"),
     (
         {"branching": (8, 2)},
         r"branching: expected keys per group, groups per node and nodes per chunk, .*, got \(8, 2\)",
@@ -296,7 +344,7 @@ def test_settings_that_are_wrong(settings, message):
 
 def test_settings_as_json():
     """Settings read from JSON equal those written."""
-    for way in WAYS.values():
+    for way in (*WAYS.values(), {"threshold": (0.5, 0.1)}):
         settings = LayerSettings(**way)
         assert LayerSettings.from_json("here", json.loads(json.dumps(settings.to_json()))) == settings
     assert LayerSettings.from_json("here", {}) == LayerSettings()

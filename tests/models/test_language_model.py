@@ -24,6 +24,7 @@ CASES = {
     "multiscale": {"attention": "multiscale"},
     "multiscale, closing": {"attention": "multiscale", "closes": CLOSES, "positions": "both"},
     "clustered": {"attention": "clustered", **CLUSTERED},
+    "per head": {"attention": "clustered", **CLUSTERED, "threshold": (1 / 4, 1 / 32)},
     "top_k": {"attention": "clustered", **CLUSTERED, "threshold": None, "top_k": 2},
     "mixed": {"attention": MIXED, **CLUSTERED, "positions": "tree", "near": 2},
 }
@@ -194,8 +195,9 @@ def test_memory_of_all_layers():
     assert memory.bytes == sum(part.memory().bytes for part in cache.parts.values())
 
 
-def test_a_configuration_survives_json():
-    wanted = config(attention=MIXED, **CLUSTERED, closes=CLOSES, max_length=99)
+@pytest.mark.parametrize("threshold", [1 / 8, (1 / 4, 1 / 32)])
+def test_a_configuration_survives_json(threshold):
+    wanted = config(attention=MIXED, **{**CLUSTERED, "threshold": threshold}, closes=CLOSES, max_length=99)
     assert LanguageModelConfig.from_dict(json.loads(json.dumps(wanted.to_dict()))) == wanted
     with pytest.raises(InvalidInput, match="unknown field 'color'"):
         LanguageModelConfig.from_dict({"vocabulary": 3, "color": 1})
@@ -225,6 +227,7 @@ def test_the_default_branching_depends_on_the_kinds():
         ({"attention": "clustered", "branching": (2, 2, 2)}, "tile: expected at most 8"),
         ({"attention": "clustered", **CLUSTERED, "top_k": 2}, "top_k: expected None with a threshold"),
         ({"attention": "clustered", **CLUSTERED, "threshold": 0}, "threshold: expected"),
+        ({"attention": "clustered", **CLUSTERED, "threshold": (0.1,) * 3}, "threshold: expected .* 2 query heads"),
         ({"dropout": 1.0}, "dropout"),
         ({"near": -1}, "near: expected .*, got -1"),
         ({"layers": 0}, "layers: expected .*, got 0"),

@@ -278,6 +278,7 @@ def test_bad_calls(call, message):
         ({"batch_first": False}, r"batch_first: expected True"),
         ({"near": -1}, r"near: expected an integer of at least 0, got -1"),
         ({"threshold": 0}, r"threshold: expected a number above 0 and at most 1, got 0"),
+        ({"threshold": [0.1, 0.2]}, rf"threshold: expected one number, or one for each of the {HEADS} query heads"),
         ({"kind": "clustered", "causal": True, "sinks": 0}, r"sinks: expected no value in causal attention .*, got 0"),
         ({"causal": True, "top_k": 1, "branching": (8, 2)}, r"branching: expected keys per group"),
     ],

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hsa.attention.checks import check_count
 from hsa.attention.clustered.layout import BRANCHING, TILE, Shape
-from hsa.attention.clustered.operator import check_threshold, clustered_attention
+from hsa.attention.clustered.operator import clustered_attention
+from hsa.attention.clustered.threshold import Threshold, check_threshold
 from hsa.attention.hierarchical.operator import hierarchical_attention
 from hsa.attention.multiscale.cluster import cluster_keys
 from hsa.attention.multiscale.operator import multiscale_attention
@@ -45,7 +46,7 @@ class AttentionOptions:
             operator over such windows; not causal).
         branching: Family sizes from the leaves up. The last one repeats up to the root.
         near: For "multiscale": number of neighbouring leaf families on each side that are exact.
-        threshold: Share of a query's attention from which a group is exact, in causal attention.
+        threshold: Share of a query's attention from which a group is exact, in causal attention, or one per query head.
         top_k: For "clustered" and "multiscale": number of leaf families that are exact because the queries score them best.
         sinks: Number of first tokens that hang directly under the root, so that every query attends to them exactly.
         tile: For "clustered" and "multiscale": number of consecutive queries that share a selection in self-attention.
@@ -64,7 +65,7 @@ class AttentionOptions:
     kind: Kind
     branching: tuple[int, ...] | None = None
     near: int | None = None
-    threshold: float | None = None
+    threshold: Threshold | None = None
     top_k: int | None = None
     sinks: int | None = None
     tile: int | None = None

@@ -29,7 +29,7 @@ def scaled_dot_product_attention(
     kind: Kind = "clustered",
     branching: Sequence[int] | None = None,
     near: int | None = None,
-    threshold: float | None = None,
+    threshold: float | Sequence[float] | Tensor | None = None,
     top_k: int | None = None,
     sinks: int | None = None,
     tile: int | None = None,
@@ -54,9 +54,9 @@ def scaled_dot_product_attention(
         branching: Family sizes of the tree from the leaves up; the last one repeats. (8, 2), (16, 2) and (16,) by default.
             In causal attention that selects groups: keys per group, groups per node and nodes per chunk, (8, 8, 4).
         near: Number of neighbouring windows on each side that are exact: for "multiscale", 1 by default.
-        threshold: Share of a query's attention from which it attends to a group exactly, in causal attention: for
-            "clustered", 1/256 by default. Smaller is closer to softmax attention. Without `threshold` and `top_k`, causal
-            "multiscale" attention is exact for neighbouring windows only.
+        threshold: Share of a query's attention from which it attends to a group exactly, in causal attention, or one per
+            query head: for "clustered", 1/256 by default. Smaller is closer to softmax attention. Without `threshold` and
+            `top_k`, causal "multiscale" attention is exact for neighbouring windows only.
         top_k: Number of further groups (8 by default) or windows (4) that are exact because the queries score them best. In
             causal attention: number of groups that each query selects, in place of `threshold`.
         sinks: Number of first tokens that are exact for all queries: 1 by default, 0 for "hierarchical".

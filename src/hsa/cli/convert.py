@@ -75,7 +75,7 @@ class SettingOptions:
     tree: Tree | None = LayerSettings.tree  # type: ignore[assignment]  # no function here
     branching: tuple[int, ...] | None = LayerSettings.branching
     near: int = LayerSettings.near
-    threshold: float | None = LayerSettings.threshold
+    threshold: float | None = LayerSettings.threshold  # type: ignore[assignment]  # one for all heads
     top_k: int | None = LayerSettings.top_k
     pooled_bias: float = LayerSettings.pooled_bias  # type: ignore[assignment]  # one for all heads
     sinks: str = str(LayerSettings.sinks)

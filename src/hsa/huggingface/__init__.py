@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hsa.huggingface.conversion import convert_as as convert_as
     from hsa.huggingface.conversion import revert as revert
     from hsa.huggingface.conversion import settings_of as settings_of
+    from hsa.huggingface.decoding import DecodingStep as DecodingStep
+    from hsa.huggingface.decoding import decoding_graph as decoding_graph
     from hsa.huggingface.encoders import ImageEncoder as ImageEncoder
     from hsa.huggingface.encoders import TextEncoder as TextEncoder
     from hsa.huggingface.fidelity.calibrate import calibrate as calibrate
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "hsa.huggingface.cache": "memory_of new_cache",
     "hsa.huggingface.conversion": "convert convert_as revert settings_of",
+    "hsa.huggingface.decoding": "DecodingStep decoding_graph",
     "hsa.huggingface.encoders": "ImageEncoder TextEncoder",
     "hsa.huggingface.fidelity.calibrate": "calibrate",
     "hsa.huggingface.fidelity.examples": "Examples load_examples",

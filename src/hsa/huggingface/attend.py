@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hsa.attention.clustered.keys import ClusteredKeys
+from hsa.attention.clustered.layout import BRANCHING, TILE
 from hsa.attention.clustered.operator import cluster, clustered_attention, select_groups
 from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.dense import dense_weights
@@ -24,7 +25,7 @@ from hsa.attention.softmax import exact
 from hsa.errors import InvalidInput
 from hsa.huggingface.layer_plan import Call, LayerPlan
 from hsa.huggingface.loading import transformers_library
-from hsa.huggingface.observe import COUNTER, PROBE, Probe, count_exact, exact_operations
+from hsa.huggingface.observe import COUNTER, PROBE, Probe, count_exact, exact_operations, is_observed
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
 from hsa.huggingface.trees import tree_of
@@ -53,11 +54,15 @@ class _Prepared(NamedTuple):
     keys: ClusteredKeys | None = None
 
 
-def attend(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
-    """Attend in one layer along the path of its plan."""
+def attend(plan: LayerPlan, call: Call, sequences: Sequences, *, keep: bool = False) -> Output:
+    """Attend in one layer along the path of its plan.
+
+    Args:
+        keep: Whether to return the structure of causal layers that select groups.
+    """
     path = plan.path(call, sequences)
     if path == "tree":
-        return attend_tree(plan, call, sequences)
+        return attend_tree(plan, call, sequences, keep=keep)
     if path == "exact":
         count_exact(plan.number, call.query, sequences)
         return attend_softmax(call, sequences.allowed(), sequences.causal)
@@ -69,15 +74,21 @@ def attend(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
     return Output(torch.cat([out.values for out in outputs])[order], weights)
 
 
-def attend_tree(plan: LayerPlan, call: Call, sequences: Sequences, opened: Tensor | None = None) -> Output:
+def attend_tree(
+    plan: LayerPlan, call: Call, sequences: Sequences, opened: Tensor | None = None, *, keep: bool = False
+) -> Output:
     """Attend over the trees of a converted layer.
 
     `opened` are the groups that earlier queries of each sequence's first tile have opened, `[batch, heads, groups]`. Caches
-    without trees do not know them; then none are.
+    without trees do not know them; then none are. For `keep` see `attend`.
     """
     assert plan.settings is not None
     settings, causal = plan.settings.resolved(sequences.causal), sequences.causal
     packed = sequences.queries.pack(call.query), sequences.keys.pack(call.key), sequences.keys.pack(call.value)
+    is_whole = not causal or sequences.first_query == 0
+    if settings.uses_tiles(causal) and is_whole and not (keep or call.weights or is_observed()):
+        out = _attend_tiles(settings, call, sequences, packed)
+        return Output(sequences.queries.unpack(out).transpose(1, 2))
     if settings.uses_tiles(causal):
         prepared = _prepare_tiles(settings, call, sequences, packed, opened)
     elif settings.kind == "hierarchical":
@@ -101,6 +112,26 @@ def attend_tree(plan: LayerPlan, call: Call, sequences: Sequences, opened: Tenso
     return Output(values, weights, keys, structure if isinstance(structure, TileSelection) else None)
 
 
+def _attend_tiles(
+    settings: LayerSettings, call: Call, sequences: Sequences, packed: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """Attend in one call, which kernels repeat without checks for other layers and texts of the same lengths."""
+    return clustered_attention(
+        *packed,
+        sequences.keys.lengths,
+        query_lengths=sequences.queries.lengths if sequences.first_query else None,
+        causal=sequences.causal,
+        threshold=settings.threshold,
+        top_k=settings.top_k,
+        windows=settings.kind == "multiscale",
+        branching=None if settings.branching == BRANCHING else settings.branching,
+        tile=settings.tile or TILE,
+        pooled_bias=bias_of(settings, call.query.device),
+        dropout_p=call.dropout_p,
+        scale=call.scale,
+    )
+
+
 def _prepare_tiles(
     settings: LayerSettings,
     call: Call,
@@ -111,10 +142,11 @@ def _prepare_tiles(
     q, k, v = packed
     lengths = sequences.keys.lengths
     shape: dict[str, Any] = {"windows": settings.kind == "multiscale", "branching": settings.branching}
-    shared: dict[str, Any] = {"query_lengths": sequences.queries.lengths, "causal": True, "tile": settings.tile}
+    causal = sequences.causal
+    shared: dict[str, Any] = {"query_lengths": sequences.queries.lengths, "causal": causal, "tile": settings.tile}
     shared["scale"] = call.scale
     keys = cluster(k, v, lengths, **shape)
-    if opened is None:
+    if opened is None and causal:
         groups = max(keys.chunks) * keys.shape.groups
         opened = torch.zeros(len(lengths), q.shape[1], groups, dtype=torch.bool, device=q.device)
     rule: dict[str, Any] = {"threshold": settings.threshold, "top_k": settings.top_k, "opened": opened}

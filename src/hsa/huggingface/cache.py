@@ -9,25 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from hsa.attention.cache.clustered import ClusteredCache
 from hsa.attention.cache.interface import Cache, Counted, Memory
 from hsa.attention.cache.multiscale import MultiscaleCache
+from hsa.attention.cache.step_memory import StepMemory
+from hsa.attention.checks import check_count
 from hsa.errors import InvalidInput
 from hsa.huggingface.attend import Output, attend, attend_tree, bias_of
+from hsa.huggingface.fixed_layer import FixedLayer
 from hsa.huggingface.layer_plan import Call, LayerPlan, layers_that_cache_trees
 from hsa.huggingface.observe import COUNTER, count_steps
+from hsa.huggingface.passes import IN_STEP
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
 
 REWIND = 64
 """Maximum number of tokens to remove from a layer that keeps no leaves. Speculative decoding rejects fewer."""
+MAX_LENGTH: ContextVar[int | None] = ContextVar("hsa_max_length", default=None)
+"""Maximum length of the caches that forward passes create; None if they grow."""
 
 
 class CacheLayer(CacheLayerMixin):
@@ -35,6 +43,11 @@ class CacheLayer(CacheLayerMixin):
 
     Sequences are packed, without padding; their lengths come from the mask. The lengths reported to transformers include
     padding.
+
+    Args:
+        settings: Settings of the layer.
+        step_memory: Work memory of steps, which the layers of a model share.
+        max_length: Maximum number of positions, whose memory is allocated at once; None to grow.
     """
 
     is_sliding = False
@@ -42,19 +55,39 @@ class CacheLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, settings: LayerSettings):
+    def __init__(self, settings: LayerSettings, step_memory: StepMemory, max_length: int | None = None):
         super().__init__()
-        self.settings = settings
+        self.settings, self.step_memory, self.max_length = settings, step_memory, max_length
         self.tokens: Cache | None = None
-        self.mask: Tensor | None = None  # [batch, seen] true where there is a token
         self.seen = 0
+        self._mask: Tensor | None = None
+        self._steps = 0  # number of decoding steps that the mask does not contain
         self._waiting = 0  # number of new positions that have not attended yet
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
+    @property
+    def mask(self) -> Tensor | None:
+        """`[batch, seen]` true where there is a token."""
+        if self._mask is not None and self._steps:
+            self._mask = F.pad(self._mask, (0, self._steps), value=True)
+        self._steps = 0
+        return self._mask
+
+    @mask.setter
+    def mask(self, mask: Tensor | None) -> None:
+        self._mask, self._steps = mask, 0
+
+    def count_step(self) -> None:
+        """Count the token of a `DecodingStep`."""
+        self.seen, self._steps = self.seen + 1, self._steps + 1
+
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if IN_STEP.get():
+            key_states.hsa_cache = self  # type: ignore[attr-defined]
+            return key_states, value_states
         if self._waiting:
             raise InvalidInput(
                 "past_key_values",
@@ -96,7 +129,6 @@ class CacheLayer(CacheLayerMixin):
 
     def attend(self, plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
         """Attend with the new tokens that `update` received, along the path of the layer's plan, and store them."""
-        self._waiting = 0
         if plan.settings != self.settings:
             raise InvalidInput(
                 "past_key_values",
@@ -106,6 +138,7 @@ class CacheLayer(CacheLayerMixin):
             )
         if self.tokens is not None:
             self._check_continuation(call, sequences, self.tokens)
+        self._waiting = 0
         path = plan.cache_path(call, sequences, empty=self.tokens is None)
         if path == "inside":
             return self._attend_inside(call, sequences)
@@ -135,12 +168,9 @@ class CacheLayer(CacheLayerMixin):
         self.mask = sequences.mask
         if self.tokens is None:
             self.tokens = self._empty(key, value)
-            self.tokens.begin(sequences.keys.lengths)
-        else:
-            assert isinstance(self.tokens, ClusteredCache)
-            self.tokens.extend(sequences.queries.lengths)
         tokens, rows = self.tokens, sequences.queries
         assert isinstance(tokens, ClusteredCache)
+        tokens.extend(rows.lengths)
         q, k, v = (rows.pack(x.detach().to(tokens.dtype)) for x in (call.query, key, value))
         out = tokens.attend_prompts(0, q, k, v, pooled_bias=bias_of(self.settings, q.device), scale=call.scale)
         return Output(rows.unpack(out.to(call.query.dtype)).transpose(1, 2))
@@ -150,12 +180,12 @@ class CacheLayer(CacheLayerMixin):
         if self.tokens is not None:
             assert isinstance(self.tokens, ClusteredCache)
             key, value = self._all_tokens(call)
-            out = attend_tree(plan, replace(call, key=key, value=value), sequences, self.tokens.opened(0))
+            out = attend_tree(plan, replace(call, key=key, value=value), sequences, self.tokens.opened(0), keep=True)
             self._attend_inside(call, sequences)
             return out
         # Not "split": the cache needs the selection of the whole batch.
         run = attend_tree if plan.path(call, sequences) == "split" else attend
-        out = run(plan, call, sequences)
+        out = run(plan, call, sequences, keep=True)
         self.mask = sequences.mask
         self.tokens = self._empty(call.key, call.value)
         self.tokens.begin(sequences.keys.lengths)
@@ -208,6 +238,10 @@ class CacheLayer(CacheLayerMixin):
                 counted.entries += int((tokens.bias > -math.inf).sum()) * q.shape[1]
         return out.to(q.dtype)
 
+    def step(self, call: Call) -> Tensor:
+        """Store one token of a `DecodingStep`, and return its attention `[batch, 1, heads, dim]`."""
+        return self._step(call.query[:, :, 0], call.key[:, :, 0], call.value[:, :, 0], call.scale, None)[:, None]
+
     def _empty(self, key: Tensor, value: Tensor) -> Cache:
         settings = self.settings.resolved(causal=True)
         shared: dict[str, Any] = {
@@ -219,9 +253,11 @@ class CacheLayer(CacheLayerMixin):
             "dtype": key.dtype,
             "device": key.device,
             "branching": settings.branching,
+            **({} if self.max_length is None else {"max_length": self.max_length}),
         }
         if settings.uses_tiles(causal=True):
             shared |= {"threshold": settings.threshold, "top_k": settings.top_k, "tile": settings.tile}
+            shared["step_memory"] = self.step_memory
             return ClusteredCache(windows=settings.kind == "multiscale", **shared)
         sinks = settings.sinks or 0
         assert isinstance(sinks, int)
@@ -235,12 +271,13 @@ class CacheLayer(CacheLayerMixin):
         return self.seen + new, 0
 
     def get_max_length(self) -> int:
-        return -1
+        return -1 if self.max_length is None else self.max_length
 
     get_max_cache_shape = get_max_length  # former name
 
     def reset(self) -> None:
-        self.tokens = self.mask = None
+        self.tokens = None
+        self.mask = None
         self.seen = self._waiting = 0
         self.is_initialized = False
 
@@ -276,19 +313,25 @@ class CacheLayer(CacheLayerMixin):
     prefetch = offload
 
     def memory(self) -> Memory | None:
-        return None if self.tokens is None else self.tokens.memory()
+        """Return the memory of the layer, without the work memory that layers share."""
+        if self.tokens is None:
+            return None
+        memory = self.tokens.memory()
+        shared = self.step_memory.nbytes if isinstance(self.tokens, ClusteredCache) else 0
+        return replace(memory, bytes=memory.bytes - shared)
 
     def __repr__(self) -> str:
         return f"CacheLayer({self.tokens!r})"
 
 
-def cache_trees(cache: Any, layers: Mapping[int, LayerSettings]) -> None:
+def cache_trees(cache: Any, layers: Mapping[int, LayerSettings], max_length: int | None = None) -> None:
     """Replace the empty layers of a `DynamicCache` that belong to converted layers by caches of trees, in place."""
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or not layers:
         return
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:  # it creates its layers on demand
         while len(cache.layers) <= max(layers):
             cache.layers.append(DynamicLayer())
+    step_memory = StepMemory()
     for number, settings in layers.items():
         if number >= len(cache.layers):
             continue
@@ -297,13 +340,18 @@ def cache_trees(cache: Any, layers: Mapping[int, LayerSettings]) -> None:
         if (ours and layer.settings == settings) or not (ours or type(layer) is DynamicLayer):
             continue
         if layer.get_seq_length() == 0:
-            cache.layers[number] = CacheLayer(settings)
+            cache.layers[number] = CacheLayer(settings, step_memory, max_length)
 
 
-def new_cache(model: Any) -> DynamicCache:
+def new_cache(model: Any, max_length: int | None = None) -> DynamicCache:
     """Return an empty cache for a converted decoder, to pass as `past_key_values` in a loop of your own.
 
     `model.generate` creates its own.
+
+    Args:
+        model: Converted decoder.
+        max_length: Maximum number of tokens per sequence, with padding, whose memory is allocated at once, as
+            `DecodingStep` needs it. By default the cache grows.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=8, vocab_size=60)
@@ -317,7 +365,9 @@ def new_cache(model: Any) -> DynamicCache:
     48
     """
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache_trees(cache, layers_that_cache_trees(model.modules()))
+    if max_length is not None:
+        max_length = check_count("max_length", max_length, "a positive number of tokens, or None", 1)
+    cache_trees(cache, layers_that_cache_trees(model.modules()), max_length)
     return cache
 
 
@@ -334,12 +384,17 @@ def memory_of(cache: Any) -> Memory:
     """
     each = [memory for memory in map(_memory, cache.layers) if memory is not None]
     kept = any(memory.leaves_kept for memory in each)
-    return Memory(sum(m.bytes for m in each), sum(m.flat_bytes for m in each), kept)
+    shared = {layer.step_memory for layer in cache.layers if isinstance(layer, CacheLayer)}
+    total = sum(m.bytes for m in each) + sum(memory.nbytes for memory in shared)
+    return Memory(total, sum(m.flat_bytes for m in each), kept)
 
 
 def _memory(layer: Any) -> Memory | None:
     if isinstance(layer, CacheLayer):
         return layer.memory()
+    if isinstance(layer, FixedLayer):
+        used = layer.k[:, :, : layer.seen].nbytes + layer.v[:, :, : layer.seen].nbytes
+        return Memory(layer.k.nbytes + layer.v.nbytes, used, leaves_kept=True)
     if not isinstance(layer.keys, Tensor) or not isinstance(layer.values, Tensor):
         return None
     size = layer.keys.nbytes + layer.values.nbytes

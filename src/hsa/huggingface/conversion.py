@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from torch import Tensor
 
+from hsa.attention.clustered.threshold import Threshold, check_threshold, entries_of
 from hsa.errors import InvalidInput
 from hsa.huggingface.hooks import Conversion
 from hsa.huggingface.interface import NAME, register
@@ -29,7 +31,7 @@ def convert(
     tree: Tree | Callable[..., Any] | None = DEFAULT.tree,
     branching: Sequence[int] | None = DEFAULT.branching,
     near: int = DEFAULT.near,
-    threshold: float | None = DEFAULT.threshold,
+    threshold: float | Sequence[float | Sequence[float]] | Tensor | None = DEFAULT.threshold,
     top_k: int | None = DEFAULT.top_k,
     pooled_bias: float | Sequence[float] = DEFAULT.pooled_bias,
     sinks: int | Literal["special"] | None = DEFAULT.sinks,
@@ -55,8 +57,12 @@ def convert(
             "hierarchical". (8, 2) by default. In causal layers that select groups: keys per group, groups per node and nodes
             per chunk, (8, 8, 4) by default.
         near: Number of neighbouring leaf families on each side that are exact ("multiscale" only).
-        threshold: For causal layers: share of a query's attention from which a group is exact. Smaller is closer to exact
-            attention. 1/256 by default for "clustered"; "multiscale" over windows selects only with `threshold` or `top_k`.
+        threshold: Share of a query's attention from which a group is exact. Smaller is closer to exact attention. In causal
+            layers 1/256 by default for "clustered"; "multiscale" over windows selects only with `threshold` or `top_k`. In
+            other layers it is used in place of `top_k` if it is given: tiles of 64 queries select together, which is faster
+            on long inputs.
+            One number, or a sequence or tensor with an entry for each layer of this call, in the order of `layers`: a
+            number, or one number per query head.
         top_k: Number of exact groups per query, those with the highest scores; 8 by default. More is closer to exact
             attention. In causal layers: number of groups that each query selects, in place of `threshold`.
         pooled_bias: Number added to the logits of pooled nodes, or one number per head.
@@ -173,8 +179,7 @@ def convert_as(model: Model, settings: Mapping[int, LayerSettings], *, tokenizer
         inner = find_transformer(model)
         modules = attention_layers(inner)
         by_number = {_numbers(number, len(modules))[0]: layer for number, layer in settings.items()}
-        for number, layer in by_number.items():
-            _check_layers(layer, modules, [number])
+        _check_layers(by_number, modules)
         _convert_layers(model, inner, modules, by_number, ModelSettings({}), tokenizer)
     return model
 
@@ -226,13 +231,18 @@ def _by_number(
         if missing or not passed:
             restored = {number: replace(saved.layers[number], tree=function) for number in missing}
             return {**saved.layers, **restored}
-    new = LayerSettings(**passed)
+    per_layer = entries_of(passed.get("threshold"))
+    new = LayerSettings(**passed if per_layer is None else {**passed, "threshold": None})
     numbers = _default_layers(modules) if layers is None else _numbers(layers, len(modules))
     if not numbers:
         reasons = " or ".join(sorted({f"{why_not_convert(module)}" for module in modules}))
         raise InvalidInput("model", got=f"only layers with {reasons}", expected=f"layers with {PLAIN}")
-    _check_layers(new, modules, numbers)
-    return {**saved.layers, **dict.fromkeys(numbers, new)}
+    by_number = dict.fromkeys(numbers, new)
+    if per_layer is not None:
+        thresholds = _check_thresholds(per_layer, numbers)
+        by_number = {number: replace(new, threshold=threshold) for number, threshold in thresholds.items()}
+    _check_layers(by_number, modules)
+    return {**saved.layers, **by_number}
 
 
 def _default_layers(modules: list[Any]) -> list[int]:
@@ -244,43 +254,51 @@ def _numbers(layers: Any, count: int) -> list[int]:
         layers = [layers]
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         raise InvalidInput("layers", expected="layer numbers, such as [7, 9, 11]", got=repr(layers))
-    numbers = set()
+    numbers = []
     for number in layers:
         if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or not -count <= number < count:
             raise InvalidInput(
                 "layers", expected=f"numbers from 0 to {count - 1}, as the model has {count} layers", got=repr(number)
             )
-        numbers.add(int(number) % count)
+        numbers.append(int(number) % count)
     if not numbers:
         raise InvalidInput(
             "layers", expected="at least one number", got="an empty list", fix="Use revert(model) to undo a conversion"
         )
-    return sorted(numbers)
+    return sorted(numbers) if isinstance(layers, (set, frozenset)) else list(dict.fromkeys(numbers))
 
 
-def _check_layers(settings: LayerSettings, modules: list[Any], numbers: list[int]) -> None:
-    """Check that these layers can be converted, and that the settings fit their heads."""
-    if settings.tree == FUNCTION:
-        raise InvalidInput("tree", expected="the function itself", got=repr(FUNCTION))
-    for number in numbers:
+def _check_thresholds(thresholds: Sequence[Any], numbers: list[int]) -> dict[int, Threshold]:
+    """Return the threshold of each layer, given one after another."""
+    if len(thresholds) != len(numbers):
+        raise InvalidInput(
+            "threshold",
+            expected=f"one number, or an entry for each of the {len(numbers)} layers {numbers}",
+            got=f"a sequence of {len(thresholds)}",
+            fix="An entry is a number, or a list with one number per query head",
+        )
+    pairs = zip(numbers, thresholds, strict=True)
+    return {number: check_threshold(x, f"threshold[{i}]") for i, (number, x) in enumerate(pairs)}
+
+
+def _check_layers(settings: Mapping[int, LayerSettings], modules: list[Any]) -> None:
+    """Check that these layers can be converted, and that their settings fit their heads."""
+    for number, layer in settings.items():
+        if layer.tree == FUNCTION:
+            raise InvalidInput("tree", expected="the function itself", got=repr(FUNCTION))
         if reason := why_not_convert(modules[number]):
             fix = f"Leave layer {number} out of layers"
             raise InvalidInput("layers", got=f"layer {number}, with {reason}", expected=f"layers with {PLAIN}", fix=fix)
-    _check_heads(settings, modules, numbers)
-
-
-def _check_heads(settings: LayerSettings, modules: list[Any], numbers: list[int]) -> None:
-    """Check that `pooled_bias` has one number per head, if it has several."""
-    if not isinstance(settings.pooled_bias, tuple):
-        return
-    for number in numbers:
         heads = getattr(modules[number].config, "num_attention_heads", None)
-        if heads is not None and heads != len(settings.pooled_bias):
-            raise InvalidInput(
-                "pooled_bias",
-                expected=f"one number, or one for each of the {heads} heads of layer {number}",
-                got=f"{len(settings.pooled_bias)} numbers",
-            )
+        for name in ("threshold", "pooled_bias"):
+            value = getattr(layer, name)
+            if isinstance(value, tuple) and heads not in (None, len(value)):
+                raise InvalidInput(
+                    name,
+                    expected=f"one number, or one for each of the {heads} heads of layer {number}",
+                    got=f"{len(value)} numbers",
+                    fix="Pass as many numbers as the layer has query heads",
+                )
 
 
 def _conversion_of(modules: list[Any]) -> Conversion | None:

@@ -76,7 +76,7 @@ class Conversion:
         """Put caches of trees into an empty cache, or into a new one if the caller asks for a cache and passes none."""
         from transformers.cache_utils import DynamicCache
 
-        from hsa.huggingface.cache import cache_trees
+        from hsa.huggingface.cache import MAX_LENGTH, cache_trees
 
         cache = options.get("past_key_values")
         if not self.warned and self._context is not None:
@@ -86,7 +86,7 @@ class Conversion:
             cache = DynamicCache(config=module.config.get_text_config(decoder=True))
         if cache is None or torch.is_grad_enabled():  # outputs of a cache of trees have no gradient
             return None
-        cache_trees(cache, self.tree_caches)
+        cache_trees(cache, self.tree_caches, MAX_LENGTH.get())
         return arguments, {**options, "past_key_values": cache}
 
     def _check_length(self, module: Any, tokens: Any, options: dict[str, Any], cache: Any) -> None:

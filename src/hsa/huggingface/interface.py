@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsa.errors import InvalidInput
+from hsa.errors import InvalidInput, Unsupported
 from hsa.huggingface.attend import PURPOSE, attend, attend_softmax
 from hsa.huggingface.layer_plan import Call, LayerPlan
 from hsa.huggingface.layers import is_cross
 from hsa.huggingface.loading import transformers_library
 from hsa.huggingface.masks import hsa_mask, read_sequences
 from hsa.huggingface.observe import count_mask
+from hsa.huggingface.passes import IN_STEP
 
 NAME = "hsa"
 
@@ -55,6 +56,8 @@ def hsa_attention(
 
     Keys that came from a cache of trees carry their cache as an attribute (see `hsa.huggingface.cache`).
     """
+    if IN_STEP.get():
+        return _step(Call(module, query, key, value, scaling, dropout, others=others)), None
     if others.get("cu_seq_lens_q") is not None:
         raise InvalidInput(
             "input_ids",
@@ -83,6 +86,15 @@ def hsa_attention(
     mask = _for_torch(attention_mask)
     count_mask(plan.number, query, mask)
     return attend_softmax(call, mask, causal)[:2]
+
+
+def _step(call: Call) -> Tensor:
+    """Attend in a `DecodingStep`."""
+    cache = getattr(call.key, "hsa_cache", None)
+    if cache is None or is_cross(call.module):
+        raise Unsupported(f"{type(call.module).__name__} has no cache that a decoding step can use")
+    LayerPlan.of(call.module).check_terms(call)
+    return cache.step(call)
 
 
 def _wants_weights(module: Any, others: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hsa.huggingface.passes import known_tokens
+from hsa.huggingface.passes import IN_STEP, known_tokens
 from hsa.huggingface.sequences import Sequences
 
 
@@ -76,6 +76,8 @@ def hsa_mask(
     """
     from transformers import masking_utils as library
 
+    if IN_STEP.get():  # layers do not read it
+        return torch.ones(batch_size, 1, dtype=torch.bool, device=device)
     if cache_position is not None:  # before transformers 5.3: positions of the queries
         q_length, q_offset, device = len(cache_position), int(cache_position[0]), cache_position.device
     plain = (library.bidirectional_mask_function, library.causal_mask_function)

@@ -1,4 +1,4 @@
-"""Token ids of the current forward pass, for layers whose trees or sinks depend on them."""
+"""Properties of the current forward pass: its token ids, and whether it is a decoding step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from hsa.huggingface.vocabulary import Vocabulary
 
 CURRENT: ContextVar[Pass | None] = ContextVar("hsa_pass", default=None)
+IN_STEP: ContextVar[bool] = ContextVar("hsa_in_step", default=False)
+"""Whether the current forward pass is a `DecodingStep`: layers attend to their caches, without masks."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class LayerSettings:
     tree: str | Callable[..., Any] | None = None  # None means "windows", unless kind is "clustered"
     branching: tuple[int, ...] | None = None
     near: int = 0
-    threshold: float | None = None
+    threshold: float | tuple[float, ...] | None = None  # a tuple has one number per query head
     top_k: int | None = None
     pooled_bias: float | tuple[float, ...] = 0.0
     sinks: int | str | None = 1
@@ -86,11 +86,11 @@ class LayerSettings:
                 )
 
     def uses_tiles(self, causal: bool) -> bool:
-        """Return whether the layer runs `clustered_attention`: causal layers that select groups of keys, or windows."""
-        if not causal or self.kind == "hierarchical":
-            return False
-        windows = self.tree == "windows" and (self.threshold is not None or bool(self.top_k))
-        return self.kind == "clustered" or windows
+        """Return whether the layer runs `clustered_attention`: with a threshold, and causal layers that select groups."""
+        if self.kind == "clustered":
+            return causal or self.threshold is not None
+        selects = self.threshold is not None or (causal and bool(self.top_k))
+        return self.kind == "multiscale" and self.tree == "windows" and selects
 
     def resolved(self, causal: bool) -> LayerSettings:
         """Return the settings with the defaults that apply to a causal or another layer, checked."""
@@ -120,9 +120,12 @@ class LayerSettings:
             why = "The group of the first token is always exact"
         elif self.uses_tiles(causal) and self.near:
             name, expected = "near", "0 with threshold or top_k"
-            why = "The chunk of each query is always exact"
+            why = (
+                "The chunk of each query is always exact" if causal else "Groups near a query are selected like others"
+            )
         elif self.threshold is not None and not self.uses_tiles(causal):
             name, expected = "threshold", "None, with top_k in its place,"
+            why = "Only clustered keys and windows of keys have a threshold"
         if name:
             word = "causal" if causal else "not causal"
             got = repr(getattr(self, name))
@@ -135,7 +138,8 @@ class LayerSettings:
         bias = values["pooled_bias"]
         saved = [_number_to_json(b) for b in bias] if isinstance(bias, tuple) else _number_to_json(bias)
         branching = None if self.branching is None else list(self.branching)
-        return {**values, "branching": branching, "pooled_bias": saved}
+        threshold = list(self.threshold) if isinstance(self.threshold, tuple) else self.threshold
+        return {**values, "branching": branching, "threshold": threshold, "pooled_bias": saved}
 
     @classmethod
     def from_json(cls, where: str, values: Any) -> LayerSettings:
@@ -155,9 +159,9 @@ class LayerSettings:
 def _resolve(settings: LayerSettings, causal: bool) -> LayerSettings:
     if settings.uses_tiles(causal):
         from hsa.attention.clustered.layout import BRANCHING, TILE, Shape
-        from hsa.attention.clustered.operator import THRESHOLD
+        from hsa.attention.clustered.threshold import THRESHOLD
 
-        shape = Shape.of(settings.branching or BRANCHING, settings.tile or TILE, causal=True)
+        shape = Shape.of(settings.branching or BRANCHING, settings.tile or TILE, causal=causal)
         threshold = THRESHOLD if settings.top_k is None and settings.threshold is None else settings.threshold
         return replace(settings, branching=shape.branching, tile=shape.tile, threshold=threshold)
     top_k = settings.top_k
@@ -262,8 +266,8 @@ def _check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
     return check_count(name, value, expected, minimum)
 
 
-def _check_threshold(threshold: Any) -> float:
-    from hsa.attention.clustered.operator import check_threshold
+def _check_threshold(threshold: Any) -> float | tuple[float, ...]:
+    from hsa.attention.clustered.threshold import check_threshold
 
     return check_threshold(threshold)
 

@@ -13,6 +13,7 @@ from hsa.attention.cache.interface import Memory
 from hsa.errors import InvalidInput
 from hsa.huggingface.cache import memory_of, new_cache
 from hsa.huggingface.conversion import convert
+from hsa.huggingface.decoding import DecodingStep
 from hsa.huggingface.loading import load_for_task, most_tokens
 
 
@@ -25,10 +26,10 @@ class WriterConfig:
 
 
 class PretrainedCache:
-    """Cache of one text."""
+    """Cache of one text, made when its prompt is read."""
 
-    def __init__(self, model: Any):
-        self.inner = new_cache(model)
+    inner: Any
+    step: DecodingStep | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -39,10 +40,16 @@ class PretrainedCache:
 
 
 class PretrainedWriter:
-    """A converted causal language model of transformers, for one text at a time."""
+    """A converted causal language model of transformers, for one text at a time.
 
-    def __init__(self, model: Any, tokenizer: Any):
-        self.model = model
+    Args:
+        model: Converted model.
+        tokenizer: Its tokenizer.
+        graph: Maximum number of tokens to generate by CUDA graphs, whose memory is reserved; None to decode without.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, graph: int | None = None):
+        self.model, self.graph = model, graph
         self.config = WriterConfig(tokenizer.backend_tokenizer.get_vocab_size(), most_tokens(model, tokenizer))
 
     @property
@@ -50,13 +57,18 @@ class PretrainedWriter:
         return self.model.device
 
     def new_cache(self, batch: int = 1) -> PretrainedCache:
-        return PretrainedCache(self.model)
+        return PretrainedCache()
 
     def read(self, tokens: Tensor, lengths: Sequence[int], cache: PretrainedCache) -> Tensor:
+        cache.inner = new_cache(self.model, None if self.graph is None else len(tokens) + self.graph)
         return self._logits(tokens[None], cache)
 
     def step(self, tokens: Tensor, cache: PretrainedCache) -> Tensor:
-        return self._logits(tokens[:, None], cache)
+        if self.graph is None:
+            return self._logits(tokens[:, None], cache)
+        if cache.step is None:
+            cache.step = DecodingStep(self.model, cache.inner)
+        return cache.step(tokens)[:, : self.config.vocabulary].float()
 
     def _logits(self, ids: Tensor, cache: PretrainedCache) -> Tensor:
         """Return the logits after the last token, without those of padding rows of the embedding table."""
@@ -64,10 +76,13 @@ class PretrainedWriter:
         return out.logits[:, -1, : self.config.vocabulary].float()
 
 
-def load_pretrained_writer(name: str, device: torch.device | str = "cpu") -> tuple[PretrainedWriter, Any, set[int]]:
+def load_pretrained_writer(
+    name: str, device: torch.device | str = "cpu", graph: int | None = None
+) -> tuple[PretrainedWriter, Any, set[int]]:
     """Load and convert a decoder. Return it, its tokenizer (a `tokenizers.Tokenizer`), and the ids that end a text.
 
-    A model that was converted and saved gets its saved settings, any other the defaults of `convert`.
+    A model that was converted and saved gets its saved settings, any other the defaults of `convert`. For `graph`, see
+    `PretrainedWriter`.
 
     Raises:
         InvalidInput: The model cannot be loaded, is not causal, or its tokenizer is not byte-level.
@@ -85,4 +100,8 @@ def load_pretrained_writer(name: str, device: torch.device | str = "cpu") -> tup
     convert(model)
     configured = model.generation_config.eos_token_id
     ends = configured if isinstance(configured, list) else [configured]
-    return PretrainedWriter(model, tokenizer), backend, {i for i in (*ends, tokenizer.eos_token_id) if i is not None}
+    return (
+        PretrainedWriter(model, tokenizer, graph),
+        backend,
+        {i for i in (*ends, tokenizer.eos_token_id) if i is not None},
+    )

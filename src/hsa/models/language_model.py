@@ -87,7 +87,7 @@ class LanguageModelConfig:
     positions: PositionKind = "rope"
     position_levels: int = 4
     rope_base: float = 10_000.0
-    threshold: float | None = None
+    threshold: float | tuple[float, ...] | None = None
     top_k: int | None = None
     tile: int = TILE
     closes: Mapping[int, int] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class LanguageModelConfig:
         check_branching(self.tree_branching)
         if "clustered" in self.kinds:
             Shape.of(self.tree_branching, self.tile, causal=True)
-            check_rule(self.threshold, self.top_k, 1.0)
+            check_rule(self.threshold, self.top_k, 1.0, self.heads)
         for name, allowed in (("positions", PositionKind), ("activation", Activation)):
             if getattr(self, name) not in get_args(allowed):
                 raise InvalidInput(name, got=getattr(self, name), expected=f"one of {', '.join(get_args(allowed))}")
@@ -175,8 +175,9 @@ class LanguageModelConfig:
     def from_dict(data: Mapping[str, Any]) -> LanguageModelConfig:
         """Rebuild a configuration from the result of `to_dict`."""
         values = known_fields(LanguageModelConfig, {k: v for k, v in data.items() if k != "architecture"})
-        if values.get("branching") is not None:
-            values["branching"] = tuple(values["branching"])
+        for name in ("branching", "threshold"):
+            if isinstance(values.get(name), Sequence):
+                values[name] = tuple(values[name])
         values["closes"] = {int(token): int(height) for token, height in values.get("closes", {}).items()}
         if not isinstance(values.get("attention", ""), str):
             values["attention"] = tuple(values["attention"])

@@ -163,7 +163,7 @@ class CausalClustered(CausalAttention):
         self,
         heads: int,
         *,
-        threshold: float | None = None,
+        threshold: float | Sequence[float] | Tensor | None = None,
         top_k: int | None = None,
         spread: float = 1.0,
         tile: int = TILE,
@@ -171,7 +171,7 @@ class CausalClustered(CausalAttention):
     ):
         super().__init__(heads)
         self.shape = Shape.of(branching, tile, causal=True)
-        self.threshold, self.top_k, self.spread = check_rule(threshold, top_k, spread)
+        self.threshold, self.top_k, self.spread = check_rule(threshold, top_k, spread, heads)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, mixing: HeadMixing | None = None

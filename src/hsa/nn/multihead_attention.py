@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hsa.attention.checks import check_dropout
+from hsa.attention.clustered.threshold import check_number_of_heads
 from hsa.attention.hierarchical.operator import hierarchical_attention
 from hsa.attention.options import AttentionOptions
 from hsa.errors import InvalidInput
@@ -244,7 +245,7 @@ class MultiscaleAttention(MultiheadAttention):
         kind: Literal["multiscale", "clustered"] = "multiscale",
         branching: Sequence[int] | None = None,
         near: int | None = None,
-        threshold: float | None = None,
+        threshold: float | Sequence[float] | Tensor | None = None,
         top_k: int | None = None,
         sinks: int | None = None,
         tile: int | None = None,
@@ -265,6 +266,7 @@ class MultiscaleAttention(MultiheadAttention):
         self.options = AttentionOptions.of(
             kind, branching=branching, near=near, threshold=threshold, top_k=top_k, sinks=sinks, tile=tile
         )
+        check_number_of_heads(self.options.threshold, num_heads)
         self.causal = causal
         if causal:
             self.options.tiles()  # refuses options that do not fit

@@ -16,8 +16,15 @@ HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 11, 7
 BIAS = torch.tensor([0.0, -0.5, 0.3, -1.0, 0.1, -0.2])
 CASES = {
     "threshold": {"branching": (4, 2, 4), "tile": 8, "threshold": 1 / 16},
+    "per head": {"branching": (4, 2, 4), "tile": 8, "threshold": (1 / 16, 1 / 2, 1 / 64, 1.0, 1 / 8, 1 / 32)},
     "no spread": {"branching": (4, 2, 4), "tile": 8, "threshold": 1 / 16, "spread": 0.0},
     "shared lists": {"branching": (2, 4, 2), "tile": 4, "threshold": 1 / 16, "share_lists": True},
+    "shared lists per head": {
+        "branching": (2, 4, 2),
+        "tile": 4,
+        "threshold": (1 / 16, 1 / 2, 1 / 64, 1.0, 1 / 8, 1 / 32),
+        "share_lists": True,
+    },
     "windows": {"branching": (4, 2, 2), "tile": 8, "threshold": 1 / 16, "windows": True},
     "top_k": {"branching": (4, 2, 2), "tile": 8, "top_k": 2},
     "shared top_k": {"branching": (4, 2, 2), "tile": 16, "top_k": 1, "share_lists": True},
@@ -244,14 +251,15 @@ def test_reorder():
         text.steps(cache, 7, which)
 
 
-def test_save_and_restore():
-    text = Sequences([170, 190], "threshold")
-    cache = cache_of(2, "threshold")
+@pytest.mark.parametrize("case", ["threshold", "per head"])
+def test_save_and_restore(case):
+    text = Sequences([170, 190], case)
+    cache = cache_of(2, case)
     text.read(cache, [90, 110])
     file = io.BytesIO()
     torch.save(cache.state_dict(), file)
     file.seek(0)
-    other = cache_of(5, "threshold")
+    other = cache_of(5, case)
     other.load_state_dict(torch.load(file, weights_only=True))
     other.crop([n - 3 for n in other.lengths])
     text.steps(other, 63)
@@ -392,6 +400,7 @@ def test_bad_input():
         ({"tile": 65}, "tile: expected a power of two"),
         ({"branching": (2, 2, 2), "tile": 16}, "tile: expected at most 8"),
         ({"threshold": 2}, "threshold: expected"),
+        ({"threshold": [0.5, 2]}, r"threshold\[1\]: expected"),
         ({"threshold": 0.5, "top_k": 2}, "top_k: expected None with a threshold"),
         ({"spread": -1}, "spread: expected"),
     ],
@@ -414,6 +423,21 @@ def test_refused_calls_do_not_change_the_cache():
     with pytest.raises(InvalidInput, match="pooled_bias"):
         cache.attend(0, q[39:], k[39:], v[39:], pooled_bias=torch.zeros(3))
     assert cache.attend(0, q[39:], k[39:], v[39:]).shape == (1, 2, 8)
+
+
+def test_the_number_of_heads_is_that_of_the_thresholds():
+    """The cache learns its number of query heads from the first queries."""
+    cache = ClusteredCache(1, 1, 2, 8, branching=(4, 2, 2), tile=8, threshold=torch.tensor([0.5, 0.25, 0.1, 0.1]))
+    q, k, v = torch.randn(40, 4, 8), *torch.randn(2, 40, 2, 8)
+    message = "threshold: expected one number, or one for each of the 2 query heads, got a sequence of 4"
+    cache.begin([39])
+    with pytest.raises(InvalidInput, match=message):
+        cache.attend_prompts(0, q[:39, :2], k[:39], v[:39])
+    assert cache.attend_prompts(0, q[:39], k[:39], v[:39]).shape == (39, 4, 8)
+    cache.append()
+    with pytest.raises(InvalidInput, match=message):
+        cache.attend(0, q[39:, :2], k[39:], v[39:])
+    assert cache.attend(0, q[39:], k[39:], v[39:]).shape == (1, 4, 8)
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -9,6 +9,7 @@ import torch
 from hsa import clustered_attention
 from hsa.attention.cache.clustered import ClusteredCache
 from hsa.attention.cache.interface import Counted
+from hsa.attention.clustered import operator
 from hsa.errors import InvalidInput, Unsupported
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
@@ -17,6 +18,8 @@ CASES = {
     "threshold": (SMALL | {"threshold": 0.05}, (2, 2, 16, 16)),
     "grouped heads": (SMALL | {"threshold": 0.1, "spread": 0.4}, (6, 2, 16, 32)),
     "shared lists": (SMALL | {"threshold": 0.1, "share_lists": True}, (4, 2, 16, 16)),
+    "per head": (SMALL | {"threshold": (0.1, 1.0, 0.02, 0.3, 0.01, 0.05)}, (6, 2, 16, 32)),
+    "shared lists per head": (SMALL | {"threshold": (0.1, 1.0, 0.02, 0.3), "share_lists": True}, (4, 2, 16, 16)),
     "windows": (SMALL | {"threshold": 0.05, "windows": True, "spread": 0.0, "tile": 32}, (2, 1, 32, 48)),
     "nothing": (SMALL | {"threshold": 1.0}, (1, 1, 16, 16)),
     "many heads": (SMALL | {"threshold": 0.05}, (37, 1, 16, 16)),
@@ -96,7 +99,7 @@ def test_from_the_first_token():
         text.step()
 
 
-@pytest.mark.parametrize("name", ["threshold", "grouped heads", "shared lists", "many heads of a list"])
+@pytest.mark.parametrize("name", ["threshold", "grouped heads", "shared lists", "many heads of a list", "per head"])
 def test_several_tokens_at_once(name):
     """Tokens may cross the border of a tile or of a chunk."""
     text = Text([165, 170], *CASES[name])
@@ -189,12 +192,13 @@ def test_state_moves_between_backends():
     text.step()
 
 
-def test_scores_in_two_parts(monkeypatch):
+@pytest.mark.parametrize("name", ["threshold", "per head"])
+def test_scores_in_two_parts(name, monkeypatch):
     """Means and spreads in one table, as GPUs with 8-bit products have them."""
     from hsa.attention.clustered.triton import cluster
 
     monkeypatch.setattr(cluster, "scores_of", lambda dtype, dim, device: (dtype, 2))
-    text = Text([150], *CASES["threshold"])
+    text = Text([150], *CASES[name])
     text.read([121])
     assert text.cache._stored[0]["scores"].shape[4] == 2
     for _ in range(29):
@@ -205,6 +209,37 @@ def test_scores_in_two_parts(monkeypatch):
     state["layers"][0]["scores"] = torch.zeros_like(state["layers"][0]["scores"][:, :, :, :, :1])
     text.cache.load_state_dict(state)
     torch.testing.assert_close(text.cache._stored[0]["scores"][:, :, :2], two_parts)
+
+
+@pytest.mark.parametrize("lengths", [[150], [70, 133]])
+def test_prompts_of_the_same_lengths_repeat_launches(lengths, monkeypatch):
+    """A first prompt is recorded, and others repeat its launches: with other values, and never with other options."""
+    options, sizes = CASES["grouped heads"]
+    calls, select_groups = [], operator.select_groups
+    monkeypatch.setattr(operator, "select_groups", lambda *x, **y: calls.append(1) or select_groups(*x, **y))
+    for seed, threshold in ((1, 0.1), (2, 0.1), (3, 0.1), (4, 0.02)):
+        q, k, v = tokens(lengths, sizes, seed=seed)
+        storage = {"value_dim": sizes[3], "device": DEVICE, "backend": "triton"}
+        cache = ClusteredCache(1, len(lengths), sizes[1], sizes[2], **storage, **{**options, "threshold": threshold})
+        cache.begin(lengths)
+        out = cache.attend_prompts(0, q, k, v)
+        wanted = clustered_attention(
+            q, k, v, lengths, causal=True, backend="torch", **{**options, "threshold": threshold}
+        )
+        torch.testing.assert_close(out, wanted, atol=2e-5, rtol=0)
+        new = tokens([1] * len(lengths), sizes, seed=9)  # the open groups of the last tile were kept
+        cache.append()
+        step = cache.attend(0, *new)
+        rows = torch.tensor(lengths).cumsum(0)
+        longer = [
+            torch.cat([torch.cat(pair) for pair in zip(x.tensor_split(rows[:-1]), y[:, None], strict=True)])
+            for x, y in zip((q, k, v), new, strict=True)
+        ]
+        whole = clustered_attention(
+            *longer, [n + 1 for n in lengths], causal=True, backend="torch", **{**options, "threshold": threshold}
+        )
+        torch.testing.assert_close(step, whole[rows + torch.arange(len(lengths))], atol=2e-5, rtol=0)
+    assert len(calls) == 2
 
 
 def test_counting_runs_in_pytorch():
@@ -243,8 +278,9 @@ def test_half_precision(dim):
 
 
 @pytest.mark.gpu
-def test_cuda_graph():
-    text = Text([1200, 1100], {"threshold": 1 / 64}, (4, 2, 64, 64), torch.bfloat16, atol=0.02, max_length=1100)
+@pytest.mark.parametrize("threshold", [1 / 64, (1 / 64, 1 / 16, 1 / 256, 1 / 4)])
+def test_cuda_graph(threshold):
+    text = Text([1200, 1100], {"threshold": threshold}, (4, 2, 64, 64), torch.bfloat16, atol=0.02, max_length=1100)
     text.read([1000, 900])
     text.step()
     static = [x[text.rows([0, 0], [1, 1])].clone() for x in (text.q, text.k, text.v)]

@@ -103,7 +103,9 @@ def random_batch(seed: int, *, own_queries: bool = False, longest: int = 26) -> 
     if not own_queries and random.random() < 0.5:
         # In causal attention, whole tiles come before the first query; there may be no query at all.
         queries = [random.choice([0, *range(n, 0, -tile)]) if causal else random.randint(0, 9) for n in lengths]
-    rule = random.choice([{"threshold": random.choice([1, 0.5, 0.2, 0.1, 0.03])}, {"top_k": random.randrange(4)}])
+    per_head = tuple(random.choice([1.0, 0.3, 0.05]) for _ in range(HEADS))
+    threshold = random.choice([1, 0.5, 0.2, 0.1, 0.03, per_head])
+    rule = random.choice([{"threshold": threshold}, {"top_k": random.randrange(4)}])
     rule |= {"spread": random.choice([0.0, 1, 0.4]), "share_lists": random.random() < 0.5}
     rule |= {"scale": random.choice([None, 0.3])}
     q, k, v = rows_of(lengths, seed, queries=queries)

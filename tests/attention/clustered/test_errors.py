@@ -43,11 +43,21 @@ def rules():
         for value in (0, -1, 2.5, math.nan, math.inf, "x", True, torch.tensor(0.1)):
             message = r"threshold: expected a number above 0 and at most 1, got {}. Smaller values open more groups"
             yield call(threshold=value), message.format(re.escape(repr(value)))
+        for value in ((0.1, 0.2), [0.1] * 5, torch.full((3,), 0.1)):
+            expected = rf"one number, or one for each of the {HEADS} query heads, got a sequence of {len(value)}"
+            yield call(threshold=value), f"threshold: expected {expected}"
+        yield call(threshold=()), r"threshold: expected a number, or one per query head, got \(\)"
+        for value in (0, 2.5, math.nan, "x", True, None, [0.1]):
+            message = (
+                r"threshold\[2\]: expected a number above 0 and at most 1, got {}. Smaller values open more groups"
+            )
+            yield call(threshold=[0.1, 0.2, value, 0.3]), message.format(re.escape(repr(value)))
         for value in (-1, 2.5, math.nan, "x", True):
             yield call(top_k=value), rf"top_k: expected a number of groups, 0 or more, got {value!r}"
         for value in (-1, math.nan, math.inf, "x", True):
             yield call(spread=value), rf"spread: expected a number of 0 or more, got {value!r}"
-        yield call(threshold=0.1, top_k=1), r"top_k: expected None with a threshold, got 1. Pass one of the two"
+        for value in (0.1, [0.1] * HEADS):
+            yield call(threshold=value, top_k=1), r"top_k: expected None with a threshold, got 1. Pass one of the two"
 
 
 def sizes():

@@ -82,7 +82,10 @@ def test_chunks_and_cut_tiles(layout):
 
 @given(layouts())
 def test_rows_of_chunks_on_a_device(layout):
-    assert layout.rows_of_chunks(torch.device("cpu")).tolist() == layout.chunk_rows.tolist()
+    rows, first = layout.rows_of_chunks(torch.device("cpu")).tolist()
+    assert rows == layout.chunk_rows.tolist()
+    counts = layout.chunk_counts
+    assert first == np.repeat(np.cumsum(counts) - counts, counts).tolist()
 
 
 def test_a_layout_is_built_once():

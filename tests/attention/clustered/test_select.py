@@ -117,6 +117,23 @@ def test_smaller_thresholds_open_more(batch):
     assert (last == 0).all()
 
 
+@given(batches(), st.sampled_from(["torch", "reference"]))
+def test_every_head_selects_by_its_threshold(batch, backend):
+    keys = batch.cluster()
+
+    def select(threshold):
+        rule = {**batch.rule, "threshold": threshold, "top_k": None, "share_lists": False}
+        return [first for _, _, first in tiles_of(replace(batch, rule=rule).select(keys, backend=backend))]
+
+    thresholds = (0.5, 0.03, 1.0, 0.2)
+    per_head = select(torch.tensor(thresholds, dtype=torch.float64))
+    for head, threshold in enumerate(thresholds):
+        for ours, wanted in zip(per_head, select(threshold), strict=True):
+            assert torch.equal(ours[head], wanted[head])
+    for ours, wanted in zip(select([0.2] * HEADS), select(0.2), strict=True):
+        assert torch.equal(ours, wanted)
+
+
 @given(batches())
 def test_the_spread_of_a_group_opens_more(batch):
     keys = batch.cluster()

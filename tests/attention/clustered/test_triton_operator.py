@@ -23,6 +23,13 @@ CASES = {
         (4, 2, 16, 48),
         {"causal": True, "threshold": 1 / 32, "share_lists": True, "pooled_bias": -0.5},
     ),
+    "per head": ([513, 40], None, (4, 2, 16, 16), {"causal": True, "threshold": (1 / 4, 1 / 32, 1.0, 1 / 128)}),
+    "per head, shared": (
+        [513, 40],
+        None,
+        (4, 2, 16, 16),
+        {"causal": True, "threshold": (1 / 4, 1 / 32, 1.0, 1 / 128), "share_lists": True},
+    ),
     "others": ([513, 40, 300], [70, 3, 0], (4, 2, 32, 48), {"threshold": 1 / 64}),
     "top_k": ([700], None, (2, 2, 16, 16), {"causal": True, "top_k": 5}),
     "nothing": ([700], None, (2, 2, 16, 16), {"causal": True, "top_k": 0}),
@@ -53,7 +60,7 @@ def test_kernels_agree_with_torch(case, slab, monkeypatch):
     torch.testing.assert_close(lse, wanted_lse, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["causal", "top_k"])
+@pytest.mark.parametrize("name", ["causal", "per head", "top_k"])
 def test_scores_in_two_parts(name, monkeypatch):
     """Means and spreads in one table, as GPUs with 8-bit products have them."""
     monkeypatch.setattr(cluster, "scores_of", lambda dtype, dim, device: (dtype, 2))
@@ -76,6 +83,15 @@ def test_selections_agree(case):
         for backend in ("triton", "torch")
     )
     assert (first != wanted).float().mean() < 1e-3  # estimates that are equal up to rounding
+
+
+@pytest.mark.parametrize("share_lists", [False, True])
+def test_equal_thresholds_of_all_heads_are_one_threshold(share_lists):
+    q, k, v = inputs([330], None, (4, 2, 16, 16))
+    options = {"causal": True, "share_lists": share_lists, "backend": "triton"}
+    wanted = hsa.clustered_attention(q, k, v, threshold=0.1, **options)
+    for threshold in ([0.1] * 4, torch.full((4,), 0.1, dtype=torch.float64, device=DEVICE)):
+        assert torch.equal(hsa.clustered_attention(q, k, v, threshold=threshold, **options), wanted)
 
 
 def test_values_that_are_not_finite_stay_in_their_sequence():
@@ -150,9 +166,10 @@ def test_keys_far_above_their_pooled_rows(causal):
 
 
 @pytest.mark.gpu
-def test_cuda_graph():
+@pytest.mark.parametrize("threshold", [1 / 256, (1 / 256, 1 / 64, 1 / 16, 1 / 128)])
+def test_cuda_graph(threshold):
     q, k, v = inputs([1000, 300], None, (4, 2, 64, 64), torch.bfloat16)
-    step = lambda: hsa.clustered_attention(q, k, v, [1000, 300], causal=True)  # noqa: E731
+    step = lambda: hsa.clustered_attention(q, k, v, [1000, 300], causal=True, threshold=threshold)  # noqa: E731
     wanted = step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -163,15 +180,17 @@ def test_cuda_graph():
 
 
 @pytest.mark.gpu
-def test_scores_in_8_bits_open_almost_the_same_groups():
+@pytest.mark.parametrize("mean", [0.0, 60.0])
+def test_scores_in_8_bits_open_almost_the_same_groups(mean):
+    """Keys may have a large mean in some channels, as those of Qwen2.5 have."""
     q, k, v = inputs([3000], None, (4, 2, 64, 64), torch.bfloat16)
+    k[:, :, 5:8] += mean
     keys = hsa.cluster(k, v, [3000])
     if keys.scores.dtype != torch.float8_e4m3fn:
         pytest.skip("this GPU multiplies no 8-bit numbers")
+    in_16_bits = replace(keys, scores=keys.spread.unflatten(2, (4, 8)).unsqueeze(3))
     rule = {"causal": True, "threshold": 1 / 64, "backend": "triton"}
-    coarse, exact = (
-        hsa.select_groups(q, k, x, [3000], **rule).first != 255 for x in (keys, replace(keys, scores=None))
-    )
+    coarse, exact = (hsa.select_groups(q, k, x, [3000], **rule).first != 255 for x in (keys, in_16_bits))
     assert 0.02 < exact.float().mean() < 0.98
     assert (coarse != exact).float().mean() < 0.02
 

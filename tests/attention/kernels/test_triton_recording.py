@@ -115,6 +115,7 @@ def test_checks_and_refusals_remain():
 def test_clustered_calls_are_repeated(monkeypatch):
     """Other lengths, rules and tensors are other calls; the same ones are not checked again."""
     calls = [{"causal": True}, {"causal": True, "threshold": 0.2}, {"causal": False}, {"lengths": [300, 220]}]
+    calls += [{"causal": True, "threshold": torch.tensor([0.2, 0.05])}]
     calls += [{"causal": True, "top_k": 2}, {"causal": True, "windows": True}, {"query_lengths": [520], "tile": 32}]
     tensors = [[torch.randn(520, 2, 16, generator=torch.Generator().manual_seed(s)) for _ in "qkv"] for s in range(2)]
     tensors = [[x.to(DEVICE) for x in three] for three in tensors]
@@ -129,7 +130,7 @@ def test_clustered_calls_are_repeated(monkeypatch):
                 assert lse.shape == (520, 2)
 
 
-@pytest.mark.parametrize("option", [{"causal": 1}, {"threshold": True}, {"lengths": [520.5]}])
+@pytest.mark.parametrize("option", [{"causal": 1}, {"threshold": True}, {"threshold": (1, True)}, {"lengths": [520.5]}])
 def test_equal_options_of_another_type_are_refused(option):
     q = torch.randn(520, 2, 16, device=DEVICE)
     clustered_attention(q, q, q, [520], causal=True, threshold=1, backend="triton")

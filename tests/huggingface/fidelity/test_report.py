@@ -183,6 +183,8 @@ def test_nothing_converted(tmp_path):
         ({"top_k": 0}, "clustered, top_k 0"),
         ({"threshold": 1 / 256}, "clustered, threshold 1/256"),
         ({"threshold": 0.3}, "clustered, threshold 0.3"),
+        ({"threshold": (1 / 256, 1 / 512, 1 / 64)}, "clustered, threshold 1/64 to 1/512 by head"),
+        ({"threshold": (1 / 64, 1 / 64)}, "clustered, threshold 1/64"),
         ({"kind": "multiscale", "near": 2, "branching": (16, 4)}, "multiscale, windows (16, 4), near 2"),
         ({"pooled_bias": 0.5, "top_k": 8}, "clustered, top_k 8, biased"),
         ({"pooled_bias": (0.0, 0.5)}, "clustered, biased"),

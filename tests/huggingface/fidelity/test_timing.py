@@ -71,7 +71,7 @@ def test_memory_of_a_call():
 
 
 def test_only_the_last_logits_of_a_language_model_are_computed():
-    """The logits of a long text would not fit in memory."""
+    """Logits of a long text would not fit in memory."""
     model, shapes = language_model(), []
     model.lm_head.register_forward_hook(lambda module, arguments, output: shapes.append(output.shape))
     time_model(model, {1: CHEAP}, [7, 23], batch=3, repeats=2, seconds=0.0)

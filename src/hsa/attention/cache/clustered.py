@@ -17,15 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.cache.clustered_rows import Layer, Rows, Rule, as_keys, in_time
+from hsa.attention.cache.clustered_rows import Layer, Rows, Rule, arrivals_of, as_keys, in_time
 from hsa.attention.cache.clustered_step import attend_token
 from hsa.attention.cache.interface import AttendOptions, Cache, Counted, Memory, Storage
 from hsa.attention.cache.saved_state import check_lengths, check_tensors
+from hsa.attention.cache.step_memory import StepMemory
 from hsa.attention.checks import scale_or_default, without_autocast
 from hsa.attention.clustered.keys import ClusteredKeys, check_keys, clustering_operations
 from hsa.attention.clustered.layout import BRANCHING, TILE, Shape, layout_of
-from hsa.attention.clustered.operator import check_rule, clustered_attention, select_groups
+from hsa.attention.clustered.operator import check_rule, select_and_attend
 from hsa.attention.clustered.selection import NEVER, TileSelection
+from hsa.attention.clustered.threshold import check_number_of_heads
 from hsa.attention.clustered.why_not import why_not_tile
 from hsa.attention.dispatch import Backend, choose
 from hsa.attention.kernels import available
@@ -66,6 +68,7 @@ class ClusteredCache(Cache):
         branching, tile, threshold, top_k, spread, share_lists, windows: See `clustered_attention`.
         max_length: Maximum number of tokens per sequence, allocated at once; by default the capacity grows as needed.
         backend: "auto", "triton" (CUDA; steps select by `threshold` only) or "torch".
+        step_memory: Work memory of steps, to share with other caches, whose steps must not run at the same time.
 
     >>> q, k, v = torch.randn(3, 600, 2, 8).unbind(0)  # 600 tokens, 2 heads of 8
     >>> cache = ClusteredCache(1, 1, 2, 8)
@@ -88,13 +91,14 @@ class ClusteredCache(Cache):
         *,
         branching: Sequence[int] = BRANCHING,
         tile: int = TILE,
-        threshold: float | None = None,
+        threshold: float | Sequence[float] | Tensor | None = None,
         top_k: int | None = None,
         spread: float = 1.0,
         share_lists: bool = False,
         windows: bool = False,
         max_length: int | None = None,
         backend: str = "auto",
+        step_memory: StepMemory | None = None,
         **storage: Unpack[Storage],
     ):
         super().__init__(layers, batch, kv_heads, head_dim, max_length=max_length, **storage)
@@ -103,13 +107,15 @@ class ClusteredCache(Cache):
         self.windows = windows
         dims = head_dim, self.value_dim
         self.rows = Rows(kv_heads, dims, self.shape, self.dtype, self.device, windows, backend)
+        self.step_memory = StepMemory() if step_memory is None else step_memory
         self.backend = choose("ClusteredCache", STEPS, backend, self)
         self._decode = self.backend.run(self)
         self._lengths = [0] * self.batch
         self._before = self._lengths  # lengths without the pending tokens
-        self._length = self._on_device(self._lengths)
+        with torch.inference_mode(False):  # graphs keep its address
+            self._length = torch.zeros(self.batch, dtype=torch.int32, device=self.device)
         self._was_captured = False  # whether replays may have added tokens that the host has not counted
-        chunks = -(-(max_length or 1) // self.shape.chunk)
+        chunks = -(-(max_length or 0) // self.shape.chunk)
         self._stored: list[Layer] = [self._empty(chunks, lists=0) for _ in range(self.layers)]
 
     def __repr__(self) -> str:
@@ -123,8 +129,14 @@ class ClusteredCache(Cache):
         return list(self._lengths)
 
     @_without_autograd
-    def _on_device(self, lengths: Sequence[int]) -> Tensor:
-        return torch.tensor(lengths, dtype=torch.int32).to(self.device)
+    def _write_lengths(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+        if len(lengths) != len(self._length):
+            self._length = self._length.new_empty(len(lengths))
+        if len(set(lengths)) == 1:
+            self._length.fill_(lengths[0])
+        else:
+            self._length.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
 
     # Prompts
 
@@ -147,8 +159,7 @@ class ClusteredCache(Cache):
 
     def _add(self, sizes: Sequence[int]) -> None:
         self._before = self.lengths
-        self._lengths = [before + n for before, n in zip(self._before, sizes, strict=True)]
-        self._length = self._on_device(self._lengths)
+        self._write_lengths([before + n for before, n in zip(self._before, sizes, strict=True)])
         self._ensure_capacity()
 
     @_without_autograd
@@ -210,6 +221,7 @@ class ClusteredCache(Cache):
                 got=f"{q.dtype} of shape {tuple(q.shape)}",
                 expected=f"{self.dtype} of shape ({len(k)}, a multiple of {self.kv_heads} heads, {self.head_dim})",
             )
+        check_number_of_heads(self.rule.threshold, heads)
         options = AttendOptions(per_head(pooled_bias, q), None, scale_or_default(scale, q), None)
         self._accept(layer, k, v)
         stored, new = self._stored[layer], [n - m for n, m in zip(self._lengths, self._before, strict=True)]
@@ -226,16 +238,16 @@ class ClusteredCache(Cache):
         tiles: dict[str, Any] = {
             "query_lengths": new,
             "recent": [n and m - b // chunk * chunk for n, m, b in zip(new, self._lengths, self._before, strict=True)],
-            "causal": True,
             "tile": self.shape.tile,
             "scale": scale,
+            "backend": self.rows.backend,
         }
         lengths = [max(1, n) for n in self._lengths]  # a sequence without tokens has no queries either
-        selection = select_groups(q, recent_k, keys, lengths, opened=self.opened(layer), **asdict(self.rule), **tiles)
+        opened = self.opened(layer) if any(n % self.shape.tile for n in self._before) else None
+        rest: dict[str, Any] = {"opened": opened, "rule": vars(self.rule), "pooled_bias": pooled_bias}
+        out, selection = select_and_attend(q, recent_k, recent_v, keys, lengths, **rest, **tiles)
         self._record(stored, selection)
-        return clustered_attention(
-            q, recent_k, recent_v, lengths, keys=keys, selection=selection, pooled_bias=pooled_bias, **tiles
-        )
+        return out
 
     def opened(self, layer: int) -> Tensor | None:
         """Return the groups that are open in the last tile, `[sequences, lists, groups]`; None if no token has attended."""
@@ -257,18 +269,10 @@ class ClusteredCache(Cache):
 
     def _store(self, stored: Layer, k: Tensor, v: Tensor, keys: ClusteredKeys | None = None) -> None:
         """Write packed new tokens, and cluster the chunks that they complete."""
-        chunk = self.shape.chunk
-        new = [n - before for n, before in zip(self._lengths, self._before, strict=True)]
-        sequence = np.repeat(np.arange(self.batch), new)
-        slot = np.arange(len(sequence)) + np.repeat(np.array(self._before) - np.cumsum(new) + new, new)
-        at = [torch.from_numpy(x).to(self.device) for x in (sequence, slot // chunk, slot % chunk)]
-        stored["k"][:, at[0], at[1], at[2]] = k.transpose(0, 1)
-        stored["v"][:, at[0], at[1], at[2]] = v.transpose(0, 1)
-        completed = [
-            (i, number)
-            for i, (before, n) in enumerate(zip(self._before, self._lengths, strict=True))
-            for number in range(before // chunk, n // chunk)
-        ]
+        arrivals = arrivals_of(tuple(self._before), tuple(self._lengths), self.shape, self._capacity, self.device)
+        stored["k"].flatten(1, 3).index_copy_(1, arrivals.rows, k.transpose(0, 1))
+        stored["v"].flatten(1, 3).index_copy_(1, arrivals.rows, v.transpose(0, 1))
+        completed = arrivals.completed
         if completed and keys is not None:
             self.rows.write_chunks(stored, keys, completed)
         elif completed:
@@ -318,6 +322,11 @@ class ClusteredCache(Cache):
             )
         self._was_captured = True
 
+    def _accept(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
+        if q is not None and q.ndim == 3:
+            check_number_of_heads(self.rule.threshold, q.shape[1])
+        super()._accept(layer, k, v, q)
+
     @_without_autograd
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         stored = self._stored[layer]
@@ -352,13 +361,16 @@ class ClusteredCache(Cache):
     @_without_autograd
     def reorder(self, index: Any) -> None:
         selected = self._check_index(index)
-        self._stored = [{name: x.index_select(1, selected) for name, x in stored.items()} for stored in self._stored]
+        for stored in self._stored:
+            for name, x in stored.items():
+                moved = x.index_select(1, selected)
+                stored[name] = x.copy_(moved) if moved.shape == x.shape else moved  # graphs keep its address
         lengths = self.lengths
         self._set_lengths([lengths[i] for i in selected.tolist()])
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        self.batch, self._lengths, self._longest = len(lengths), lengths, max(lengths)
-        self._length = self._on_device(lengths)
+        self.batch, self._longest = len(lengths), max(lengths)
+        self._write_lengths(lengths)
 
     @_without_autograd
     def crop(self, lengths: Sequence[int]) -> None:
@@ -385,8 +397,8 @@ class ClusteredCache(Cache):
                 in_time(stored, "v", reopened, shape.chunk)
             first, before = stored["first"], stored["before"]
             first = torch.where(tiles == 0, first, before)
-            stored["first"] = first.masked_fill((tiles > 1) | (first > row) | (now == 0), NEVER)
-            stored["before"] = before.masked_fill(tiles > 0, NEVER)
+            stored["first"].copy_(first.masked_fill((tiles > 1) | (first > row) | (now == 0), NEVER))
+            before.masked_fill_(tiles > 0, NEVER)
         self._set_lengths(wanted)
 
     @_without_autograd
@@ -435,7 +447,7 @@ class ClusteredCache(Cache):
     def _loaded_layer(self, layer: Layer) -> Layer:
         loaded = {name: layer[name].to(self.device, copy=True) for name in self.rows.tensors("sequences")}
         if (loaded["scores"].dtype, loaded["scores"].shape[4]) != self.rows.scores:
-            loaded["scores"] = self.rows.scores_of_pages(loaded["k"])
+            loaded["scores"] = self.rows.scores_of_pages(loaded["k"], loaded["k"][:, :, :1, -1])
         return loaded
 
     def _settings(self) -> dict[str, Any]:
@@ -445,8 +457,7 @@ class ClusteredCache(Cache):
 
     def memory(self) -> Memory:
         total = sum(x.nbytes for stored in self._stored for x in stored.values())
-        total += 0 if self._decode is None else self._decode.nbytes
-        return Memory(total, self._flat_bytes(), leaves_kept=True)
+        return Memory(total + self.step_memory.nbytes, self._flat_bytes(), leaves_kept=True)
 
     # Storage
 
@@ -474,8 +485,9 @@ class ClusteredCache(Cache):
             return
         for number, stored in enumerate(self._stored):
             larger = self._empty(max(need, have + have // SPARE), len(stored["first"]))
-            for name, rows in stored.items():
-                larger[name][:, :, :have] = rows
+            if have:
+                for name, rows in stored.items():
+                    larger[name][:, :, :have] = rows
             self._stored[number] = larger
 
     def _lists(self, heads: int) -> int:
@@ -522,7 +534,7 @@ def _check_closes(closes: Any) -> None:
 def _run_triton(cache: ClusteredCache) -> Any:
     from hsa.attention.cache.triton.clustered_step import Decode
 
-    return Decode(cache.shape, cache.rule, cache.windows)
+    return Decode(cache.shape, cache.rule, cache.windows, cache.step_memory, cache.device)
 
 
 def _why_not_triton(cache: ClusteredCache) -> list[str]:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +26,10 @@ from hsa.attention.cache.saved_state import Wanted
 from hsa.attention.clustered.keys import EIGHT_BITS, UNIT, ClusteredKeys, levels_of, spreads_of
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.operator import cluster
+from hsa.attention.clustered.threshold import Threshold
 from hsa.attention.clustered.why_not import why_not_cluster
 from hsa.attention.kernels import available
+from hsa.tree.lasting import lasting
 
 Layer = dict[str, Tensor]
 
@@ -35,7 +38,7 @@ Layer = dict[str, Tensor]
 class Rule:
     """Rule by which queries select groups; see `hsa.clustered_attention`."""
 
-    threshold: float | None
+    threshold: Threshold | None
     top_k: int | None
     spread: float
     share_lists: bool
@@ -105,10 +108,10 @@ class Rows:
         if not self.why_not_cluster:
             from hsa.attention.clustered.triton.cluster import cluster_pages
 
-            capacity = layer["k"].shape[2]
-            pages = torch.tensor([s * capacity + n for s, n in chunks], dtype=torch.int32).to(self.device)
             with available.device_of(layer["k"]):
-                cluster_pages(as_keys(layer, [], self.shape), pages)
+                cluster_pages(
+                    as_keys(layer, [], self.shape), page_numbers(tuple(chunks), layer["k"].shape[2], self.device)
+                )
             return
         at = chunk_index(chunks, self.device)
         k, v = (layer[name][at][:, :, : self.shape.chunk].flatten(1, 2).transpose(0, 1) for name in "kv")
@@ -119,16 +122,23 @@ class Rows:
         """Write clustered keys as complete chunks, given as sequence and number."""
         at = chunk_index(chunks, self.device)
         written = {"k": keys.k, "v": keys.v, "scores": keys.scores, "time": keys.order}
-        if (keys.scores.dtype, keys.scores.shape[3]) != self.scores:
-            written["scores"] = self.scores_of_pages(keys.k)
         for name, x in written.items():
-            if x is not None:
+            if x is not None and x.shape[3:] == layer[name].shape[4:]:
                 layer[name][at] = x.to(layer[name].dtype)
+        if (keys.scores.dtype, keys.scores.shape[3]) != self.scores:
+            layer["scores"][at] = self.scores_of_pages(keys.k, layer["k"][at[0], at[1], 0, -1])
 
-    def scores_of_pages(self, pages: Tensor) -> Tensor:
-        """Return the scores of pages `[heads, …, rows, dim]` of keys, in the form that this cache has."""
+    def scores_of_pages(self, pages: Tensor, centres: Tensor) -> Tensor:
+        """Return the scores of pages of keys, in the form that this cache has.
+
+        Args:
+            pages: `[heads, …, rows, dim]`.
+            centres: `[heads, …, dim]` mean of the first chunk of the sequence of each page.
+        """
         dtype, parts = self.scores
         keys, means, _, _ = levels_of(pages.flatten(1, -3), self.shape)
+        if parts == 2:
+            means = means - centres.expand(*pages.shape[:-2], -1).flatten(1, -2)[:, :, None]
         groups = keys.flatten(1, 2).unflatten(1, (-1, self.shape.group))
         spread = spreads_of(groups).unflatten(1, (-1, self.shape.branching[1]))
         stacked = torch.stack([means.reshape(spread.shape), spread][-parts:], 2)
@@ -136,6 +146,43 @@ class Rows:
             limit = torch.finfo(dtype).max
             stacked = (stacked.float() * UNIT).clamp_(-limit, limit)
         return stacked.to(dtype).view(*pages.shape[:-2], self.shape.branching[2], *stacked.shape[2:])
+
+
+class Arrivals(NamedTuple):
+    """Rows of new tokens, and the chunks that they complete.
+
+    Attributes:
+        rows: `[tokens]` row of each new key among the pages of all sequences.
+        completed: Sequence and number of the chunks that the tokens complete.
+    """
+
+    rows: Tensor
+    completed: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=4)  # all layers of a model need the same
+def arrivals_of(
+    before: tuple[int, ...], lengths: tuple[int, ...], shape: Shape, capacity: int, device: torch.device
+) -> Arrivals:
+    """Return the rows of the tokens with which sequences grow to these lengths."""
+    chunk, new = shape.chunk, np.subtract(lengths, before)
+    sequence = np.repeat(np.arange(len(new)), new)
+    slot = np.arange(len(sequence)) + np.repeat(np.array(before) - np.cumsum(new) + new, new)
+    rows = (sequence * capacity + slot // chunk) * shape.page + slot % chunk
+    completed = (
+        (i, number)
+        for i, (first, last) in enumerate(zip(before, lengths, strict=True))
+        for number in range(first // chunk, last // chunk)
+    )
+    with lasting():
+        return Arrivals(torch.from_numpy(rows).to(device), tuple(completed))
+
+
+@lru_cache(maxsize=4)
+def page_numbers(chunks: tuple[tuple[int, int], ...], capacity: int, device: torch.device) -> Tensor:
+    """Return `[chunks]` int32 the pages of chunks, given as sequence and number."""
+    with lasting():
+        return torch.tensor([i * capacity + n for i, n in chunks], dtype=torch.int32).to(device)
 
 
 def as_keys(layer: Layer, chunks: Sequence[int], shape: Shape) -> ClusteredKeys:

@@ -15,6 +15,7 @@ from hsa.attention.cache.clustered_rows import Layer, Rule, as_keys
 from hsa.attention.cache.interface import AttendOptions, Counted
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.selection import NEVER
+from hsa.attention.clustered.threshold import log_of
 
 
 def attend_token(
@@ -102,7 +103,8 @@ def _wanted(
         spread = as_keys(layer, [], shape).spread.unflatten(1, layer["k"].shape[1:3])
         estimate = estimate + rule.spread * _scores(q, spread, chunks, slice(None)).abs_().flatten(3)
     if rule.threshold is not None:
-        bound = torch.cat([near, pooled[1]], -1).logsumexp(-1, keepdim=True) + math.log(rule.threshold)
+        bound = torch.cat([near, pooled[1]], -1).logsumexp(-1, keepdim=True)
+        bound = bound + log_of(rule.threshold, q, shape=(*q.shape[1:3], 1))
         return estimate >= bound
     assert rule.top_k is not None
     if rule.top_k == 0:

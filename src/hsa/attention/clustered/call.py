@@ -14,6 +14,7 @@ from hsa.attention.call import needs_gradient
 from hsa.attention.clustered.keys import ClusteredKeys
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.selection import TileSelection
+from hsa.attention.clustered.threshold import Threshold
 from hsa.attention.kernels.repeat import is_plain, layout_of, with_types
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -22,7 +23,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 MOST_REPEATED = 64
 """Maximum number of repeated calls."""
-_REPEATED: dict[Any, Callable[..., list[Tensor]]] = {}
+_REPEATED: dict[Any, Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,7 +34,7 @@ class SelectCall:
     k: Tensor  # packed, in their own order
     keys: ClusteredKeys
     layout: Layout
-    threshold: float | None
+    threshold: Threshold | None
     top_k: int | None
     spread: float
     lists: int  # number of lists per tile: query heads, or key/value heads if the heads of a group share them
@@ -53,7 +54,7 @@ class ClusteredCall:
     layout: Layout
     windows: bool
     selection: TileSelection | None  # None to select
-    threshold: float | None
+    threshold: Threshold | None
     top_k: int | None
     spread: float
     lists: int
@@ -86,18 +87,19 @@ class ClusteredCall:
             backend=self.backend,
         )
 
-    def keep(self, run: Callable[..., list[Tensor]]) -> None:
-        """Keep a function of q, k and v that repeats this call, and returns the output and its log-sum-exp."""
-        if len(_REPEATED) >= MOST_REPEATED:
-            _REPEATED.pop(next(iter(_REPEATED)))
-        _REPEATED[self.repeats_as] = run
+
+def keep(key: Hashable, run: Callable[..., Any]) -> None:
+    """Keep a function that repeats the calls of a key for other tensors."""
+    if len(_REPEATED) >= MOST_REPEATED:
+        _REPEATED.pop(next(iter(_REPEATED)))
+    _REPEATED[key] = run
 
 
 def repeat_key(q: Tensor, k: Tensor, v: Tensor, lengths: Any, query_lengths: Any, options: tuple[Any, ...]) -> Hashable:
     """Return the key of calls that can be repeated for each other; None for calls that are not repeated.
 
     Args:
-        options: All other arguments, numbers or None.
+        options: All other arguments: numbers, words, tuples of numbers or None.
     """
     if not (isinstance(q, Tensor) and q.is_cuda | INTERPRETED and is_plain(q, k, v)) or needs_gradient(q, k, v):
         return None
@@ -105,19 +107,24 @@ def repeat_key(q: Tensor, k: Tensor, v: Tensor, lengths: Any, query_lengths: Any
         None if x is None else tuple(x) for x in (lengths, query_lengths) if x is None or type(x) in (list, tuple)
     )
     is_simple = len(sizes) == 2 and all(type(n) is int for x in sizes if x is not None for n in x)
-    is_simple = is_simple and all(x is None or isinstance(x, (int, float, str)) for x in options)
+    is_simple = is_simple and all(x is None or isinstance(x, (int, float, str)) or _are_floats(x) for x in options)
     return (layout_of(q, k, v), sizes, with_types(*options)) if is_simple else None
 
 
-def repeated(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | None:
-    """Repeat a recorded call: the output and its log-sum-exp; None if there is no such call.
+def _are_floats(x: Any) -> bool:
+    return type(x) is tuple and all(type(number) is float for number in x)
+
+
+def repeated(key: Hashable, *tensors: Tensor) -> Any:
+    """Repeat a recorded call for other tensors; return None if there is no such call.
 
     Nothing is checked: an earlier call with tensors of this layout has passed all checks.
     """
     run = _REPEATED.get(key)
     if run is None:
         return None
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            return run(q, k, v)
-    return run(q, k, v)
+    device = tensors[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return run(*tensors)
+    return run(*tensors)

@@ -43,7 +43,8 @@ class ClusteredKeys:
         v: `[kv_heads, chunks, rows of a page, value_dim]` values.
         scores: `[kv_heads, chunks, nodes, parts, groups of a node, dim]` spread of each group: the principal direction of
             its keys times the standard deviation along it. In half precision on a GPU that multiplies 8-bit numbers there
-            are two parts, the means and the spreads, in 8 bits.
+            are two parts, in 8 bits: the means of groups, relative to the mean of the first chunk of their sequence, and the
+            spreads. Keys of a head may have a large mean, and 8 bits for it leave too little for their differences.
         order: `[kv_heads, chunks, keys]` index in its chunk of the key at every row; None if keys are in their own order.
         chunks: Number of complete chunks of every sequence.
         shape: Sizes of the trees.

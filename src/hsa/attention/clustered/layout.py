@@ -198,14 +198,16 @@ class Layout:
         return self.causal and self.queries[sequence] > 0 and before % self.shape.tile != 0
 
     def rows_of_chunks(self, device: torch.device) -> Tensor:
-        """Return `chunk_rows` on a device."""
+        """Return `[2, chunks]` on a device: `chunk_rows`, and the first chunk of the sequence of every chunk."""
         return _rows_of_chunks(self, device)
 
 
 @lru_cache(maxsize=64)
 def _rows_of_chunks(layout: Layout, device: torch.device) -> Tensor:
     with lasting():
-        return torch.from_numpy(layout.chunk_rows.astype(np.int32)).to(device)
+        counts = np.array(layout.chunk_counts, np.int64)
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        return torch.from_numpy(np.stack([layout.chunk_rows, first]).astype(np.int32)).to(device)
 
 
 def layout_of(

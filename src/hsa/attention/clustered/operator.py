@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -28,14 +28,13 @@ from hsa.attention.clustered.call import ClusteredCall, SelectCall, repeat_key, 
 from hsa.attention.clustered.keys import ClusteredKeys, build_keys, check_keys
 from hsa.attention.clustered.layout import BRANCHING, TILE, Layout, Shape, layout_of
 from hsa.attention.clustered.selection import TileSelection
+from hsa.attention.clustered.threshold import THRESHOLD, Threshold, check_number_of_heads, check_threshold
 from hsa.attention.clustered.why_not import why_not_cluster, why_not_triton, why_not_triton_select
 from hsa.attention.dispatch import Backend, choose, connected
-from hsa.attention.kernels import available
+from hsa.attention.kernels import available, repeat
 from hsa.attention.multiscale.operator import per_head
 from hsa.errors import InvalidInput
 
-THRESHOLD = 1 / 256
-"""Default of `threshold`."""
 Result = tuple[Tensor, Tensor]
 
 
@@ -123,7 +122,7 @@ def select_groups(
     query_lengths: Sequence[int] | Tensor | None = None,
     recent: Sequence[int] | Tensor | None = None,
     causal: bool = False,
-    threshold: float | None = None,
+    threshold: float | Sequence[float] | Tensor | None = None,
     top_k: int | None = None,
     spread: float | None = None,
     share_lists: bool = False,
@@ -147,7 +146,7 @@ def select_groups(
     layout = layout_of(lengths, query_lengths, recent, shape=shape, causal=causal, capacity=keys.capacity)
     _check({"q": q, "k": k}, layout)
     check_keys(keys, layout, k, None)
-    threshold, top_k, spread = check_rule(threshold, top_k, spread)
+    threshold, top_k, spread = check_rule(threshold, top_k, spread, q.shape[1])
     lists = _number_of_lists(q, k, share_lists)
     call = SelectCall(
         q=q,
@@ -165,6 +164,55 @@ def select_groups(
     with without_autocast(q):
         selection = choose("select_groups", SELECT, backend, call).run(call)
     return replace(selection, keys=keys, before=call.opened)
+
+
+@torch.no_grad()
+def select_and_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: ClusteredKeys,
+    lengths: Sequence[int],
+    *,
+    opened: Tensor | None,
+    rule: Mapping[str, Any],
+    pooled_bias: float | Tensor,
+    **tiles: Any,
+) -> tuple[Tensor, TileSelection]:
+    """Return the causal attention to the pages of a cache, and the selection. Kernels repeat calls of one layout.
+
+    Args:
+        q, k, v, keys, lengths, opened, pooled_bias: See `clustered_attention`.
+        rule: Options of `select_groups` by which queries want groups.
+        tiles: Further options of both functions.
+    """
+    key, tensors = None, (q, k, v, keys.k, keys.v, keys.scores)
+    if (
+        opened is None
+        and type(pooled_bias) is float
+        and pooled_bias == 0
+        and not available.why_not(q, v, tiles["backend"])
+    ):
+        options = (*rule.values(), tiles["tile"], tiles["scale"], tiles["backend"], keys.capacity, keys.order is None)
+        key = repeat_key(q, k, v, lengths, tiles["query_lengths"], options)
+    if key is not None:
+        key = key, repeat.layout_of(*tensors[3:]), keys.shape, keys.chunks, tuple(tiles["recent"])
+        if (result := repeated(key, *tensors)) is not None:
+            out, first, layout, lists = result
+            return out, TileSelection(first, layout, lists, keys)
+
+    def run() -> tuple[Tensor, TileSelection]:
+        selection = select_groups(q, k, keys, lengths, opened=opened, causal=True, **rule, **tiles)
+        out = clustered_attention(
+            q, k, v, lengths, keys=keys, selection=selection, pooled_bias=pooled_bias, causal=True, **tiles
+        )
+        return out, selection
+
+    if key is None:
+        return run()
+    from hsa.attention.clustered.triton.operator import record
+
+    return record(key, tensors, run)
 
 
 @overload
@@ -185,7 +233,7 @@ def clustered_attention(
     query_lengths: Sequence[int] | Tensor | None = None,
     recent: Sequence[int] | Tensor | None = None,
     causal: bool = False,
-    threshold: float | None = None,
+    threshold: float | Sequence[float] | Tensor | None = None,
     top_k: int | None = None,
     spread: float | None = None,
     share_lists: bool = False,
@@ -225,7 +273,8 @@ def clustered_attention(
         recent: Number of keys of every sequence that k and v hold, the last ones, if `keys` holds the others. At least
             those from the chunk of the first query on.
         causal: Whether queries see nothing later than themselves.
-        threshold: Share of a query's attention from which it wants a group; smaller is more exact. 1/256 by default.
+        threshold: Share of a query's attention from which it wants a group, or one per query head; smaller is more exact.
+            1/256 by default.
         top_k: Number of groups that each query wants, the best ones, in place of `threshold`.
         spread: Weight of the spread of a group's keys in its estimate, 1 by default.
         share_lists: Whether the query heads of a key/value head open groups together.
@@ -255,6 +304,8 @@ def clustered_attention(
     """
     key = None
     if all(x is None for x in (keys, selection, opened, recent, branching)) and dropout_p == 0:
+        if threshold is not None and not isinstance(threshold, (int, float)):
+            threshold = check_threshold(threshold)  # a tuple, by which calls can be recognised
         options = (causal, threshold, top_k, spread, share_lists, windows, tile, pooled_bias, scale, backend)
         key = repeat_key(q, k, v, lengths, query_lengths, options)
         if key is not None and (results := repeated(key, q, k, v)) is not None:
@@ -279,12 +330,12 @@ def clustered_attention(
         check_keys(keys, layout, k, v)
     lists = _number_of_lists(q, k, share_lists)
     if selection is None:
-        threshold, top_k, spread = check_rule(threshold, top_k, spread)
+        threshold, top_k, spread = check_rule(threshold, top_k, spread, q.shape[1])
         opened = _check_opened(opened, layout, lists, q)
     else:
         others = {"threshold": threshold, "top_k": top_k, "spread": spread, "opened": opened}
         _check_selection(selection, layout, q, k, keys, **others, share_lists=share_lists or None)
-        spread = 1.0
+        threshold, spread = None, 1.0
         if keys is None and selection.keys is not None:  # the same groups, of these keys and values
             keys = build_keys(k, v, layout, windows=selection.keys.order is None, order=selection.keys.order)
     check_dropout(dropout_p)
@@ -351,9 +402,13 @@ def _number_of_lists(q: Tensor, k: Tensor, share_lists: bool) -> int:
 
 
 def check_rule(
-    threshold: float | None, top_k: int | None, spread: float | None
-) -> tuple[float | None, int | None, float]:
-    """Check how queries want groups, and fill in the default."""
+    threshold: Any, top_k: int | None, spread: float | None, heads: int | None = None
+) -> tuple[Threshold | None, int | None, float]:
+    """Check how queries want groups, and fill in the default.
+
+    Args:
+        heads: Number of query heads, if it is known.
+    """
     if threshold is not None and top_k is not None:
         raise InvalidInput("top_k", expected="None with a threshold", got=repr(top_k), fix="Pass one of the two")
     spread = 1.0 if spread is None else spread
@@ -361,20 +416,10 @@ def check_rule(
         raise InvalidInput("spread", expected="a number of 0 or more", got=repr(spread))
     if top_k is not None:
         return None, check_count("top_k", top_k, "a number of groups, 0 or more"), float(spread)
-    return check_threshold(THRESHOLD if threshold is None else threshold), None, float(spread)
-
-
-def check_threshold(threshold: Any) -> float:
-    """Return the threshold if it is a share of attention."""
-    is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
-    if not is_number or not 0 < threshold <= 1:
-        raise InvalidInput(
-            "threshold",
-            expected="a number above 0 and at most 1",
-            got=repr(threshold),
-            fix="Smaller values open more groups; 1/256 is the default",
-        )
-    return float(threshold)
+    checked = check_threshold(THRESHOLD if threshold is None else threshold)
+    if heads is not None:
+        check_number_of_heads(checked, heads)
+    return checked, None, float(spread)
 
 
 def _check_opened(opened: Any, layout: Layout, lists: int, q: Tensor) -> Tensor | None:

@@ -58,7 +58,8 @@ def _wanted(call: SelectCall, tile: int, row: int, head: int, kv_head: int) -> l
     masses = [q @ call.k[key, kv_head].to(dtype) for key in _exact_keys(layout, tile, row)]
     for node in range(first_chunk * shape.branching[2], (first_chunk + chunks) * shape.branching[2]):
         masses.append(q @ levels[2][node] + math.log(shape.node))
-    bound = torch.stack(masses).logsumexp(0) + math.log(call.threshold)
+    threshold = call.threshold[head] if isinstance(call.threshold, tuple) else call.threshold
+    bound = torch.stack(masses).logsumexp(0) + math.log(threshold)
     return [g for g, estimate in enumerate(estimates) if estimate >= bound]
 
 

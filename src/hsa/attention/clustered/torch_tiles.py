@@ -23,6 +23,7 @@ from hsa.attention.clustered.call import ClusteredCall, SelectCall
 from hsa.attention.clustered.keys import ClusteredKeys, build_keys, levels_of
 from hsa.attention.clustered.layout import Layout, Shape
 from hsa.attention.clustered.selection import NEVER, Lists, TileSelection, lists_of
+from hsa.attention.clustered.threshold import log_of
 from hsa.tree.lasting import lasting
 
 SCORES = {"cpu": 2**20, "cuda": 2**26}
@@ -151,7 +152,8 @@ def _margins(call: SelectCall, q: Tensor, table: Tensor, block: Block, exact: Te
     """Return products of the table with queries `[chunks, signs, groups, heads · queries]`, less what a group must have."""
     rows, log_count = q.view(table.shape[3], -1, q.shape[3]), math.log2(call.layout.shape.group)
     if call.threshold is not None:
-        bound = _normalizer(call, q, block, exact).view(*rows.shape[:2], 1) + (math.log2(call.threshold) - log_count)
+        log_threshold = log_of(call.threshold, q, math.log2, (-1, 1, 1))
+        bound = (_normalizer(call, q, block, exact) + (log_threshold - log_count)).view(*rows.shape[:2], 1)
         unknown = bound.isnan()  # queries with NaN want nothing, and must not affect the others of their tile
         return _products(table, torch.cat([rows.masked_fill(unknown, 0), -bound.masked_fill(unknown, math.inf)], -1))
     assert call.top_k is not None

@@ -225,10 +225,16 @@ def describe(settings: LayerSettings) -> str:
     if settings.kind == "hierarchical":
         return words[0]
     words += [f"near {settings.near}"] if settings.near else []
-    words += [f"threshold {_share(settings.threshold)}"] if settings.threshold is not None else []
+    words += [f"threshold {_shares(settings.threshold)}"] if settings.threshold is not None else []
     words += [f"top_k {settings.top_k}"] if settings.top_k is not None else []
     biased = any(settings.pooled_bias) if isinstance(settings.pooled_bias, tuple) else settings.pooled_bias
     return ", ".join([*words, "biased"] if biased else words)
+
+
+def _shares(threshold: float | tuple[float, ...]) -> str:
+    if isinstance(threshold, tuple) and len(set(threshold)) > 1:
+        return f"{_share(max(threshold))} to {_share(min(threshold))} by head"
+    return _share(threshold[0] if isinstance(threshold, tuple) else threshold)
 
 
 def _share(threshold: float) -> str:

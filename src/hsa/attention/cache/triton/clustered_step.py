@@ -31,10 +31,12 @@ from torch import Tensor
 
 from hsa.attention.cache.clustered_rows import Layer, Rule
 from hsa.attention.cache.interface import AttendOptions
+from hsa.attention.cache.step_memory import StepMemory
 from hsa.attention.clustered.layout import Shape
+from hsa.attention.clustered.threshold import log_of
 from hsa.attention.clustered.triton.attend import add_values
-from hsa.attention.clustered.triton.cluster import cluster_chunk, constants_of, start_of, unit_of
-from hsa.attention.clustered.triton.select import add_mass, estimates, load_groups
+from hsa.attention.clustered.triton.cluster import centre_of, cluster_chunk, constants_of, start_of, unit_of
+from hsa.attention.clustered.triton.select import add_mass, estimates, load_groups, relative_to
 from hsa.attention.clustered.triton.tiles import load_rows
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for, last_stride_1
@@ -46,7 +48,7 @@ MOST_SPLITS = 64
 MOST_SCORERS = 64
 """Maximum number of programs of `score` that share the chunks of a sequence and key/value head."""
 MOST_QUERIES = 32
-"""Maximum number of heads × tokens of a program of `attend`, each of which is a bit of a number."""
+"""Maximum number of heads × tokens of a program of `attend`; each is a bit of a number."""
 ROWS = 64
 """Maximum number of rows of keys and values that are read at once."""
 OPENED = 2048
@@ -224,14 +226,14 @@ def attend(
     LISTS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr,
     BIASED: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, SCORERS: tl.constexpr, SPLITS: tl.constexpr,
-    PADDED: tl.constexpr, MERGED: tl.constexpr,
+    PADDED: tl.constexpr, MERGED: tl.constexpr, PARTS: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Open the groups of some chunks that the tokens want, and attend to the rows of these chunks.
 
     A program has a block of up to `HEADS` heads of a key/value head. It reads pages in *units* of 8 rows: the keys of a
     group, the means of the groups of a node, or the means of nodes and of the chunk. A unit is listed if a row of it is
     active for any head and token; the bits of `active` tell for which. The last program of a sequence and block merges all
-    results.
+    results. With `PER_HEAD`, `log_threshold` has a number for every head.
     """
     block = tl.program_id(0) % (kv_heads * BLOCKS)  # heads with long lists are spread over the GPU
     sequence = tl.program_id(0) // (kv_heads * BLOCKS) % batch
@@ -264,7 +266,14 @@ def attend(
     wants = (wanting // TOKENS < num_wanting) & (of_token >= from_token) & (of_token < to_token)
     parts = ((sequence * tokens + of_token) * heads + of_head) * (SCORERS + 1 + SPLITS)
     bound = _log_sum_of_parts(sums, parts, wants, SCORERS, PADDED)
-    bound = tl.where(wants, (bound + log_threshold - LOG_GROUP) / scale * UNIT, float("inf"))
+    threshold = tl.load(log_threshold + of_head, mask=wants, other=0.0) if PER_HEAD else log_threshold
+    bound = (bound + threshold - LOG_GROUP) / scale
+    if PARTS == 2:
+        of_wanting = q + sequence * q_batch + of_token * q_token + of_head * q_head
+        x_wanting = tl.load(of_wanting[:, None] + column[None, :], mask=wants[:, None], other=0.0)
+        first_page = (kv_head * batch + sequence).to(tl.int64) * capacity
+        bound -= relative_to(x_wanting, k_pages + ((first_page + 1) * (CHUNK + GROUPS + NODES + 1) - 1) * DIM, DIM)
+    bound = tl.where(wants, bound * UNIT, float("inf"))
     estimated += ((of_head.to(tl.int64) * batch + sequence) * tokens + of_token)[:, None] * (capacity * GROUPS)
     since = position % TILE + tl.arange(0, TOKENS) - from_token  # rows of the tokens in their tile
     listed = tl.arange(0, LISTS)
@@ -400,9 +409,15 @@ def close(
     PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
     k_pages += page * (PAGE * DIM)
     v_pages += page * (PAGE * VALUE_DIM)
+    if PARTS == 2:
+        if chunk == 0:
+            to = k_pages + (PAGE - 1) * DIM + tl.arange(0, DIM)
+            tl.store(to, centre_of(k_pages, DIM, CHUNK, DIM).to(k_pages.dtype.element_ty))
+            tl.debug_barrier()
     cluster_chunk(
         k_pages, v_pages, DIM, VALUE_DIM, k_pages, v_pages, scores + page * (GROUPS * PARTS * DIM), order + page * CHUNK,
-        start, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, PARTS, UNIT
+        start, k_pages - chunk.to(tl.int64) * (PAGE * DIM), chunk == 0, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS,
+        ITERATIONS, PARTS, UNIT
     )  # fmt: skip
 
 
@@ -414,8 +429,10 @@ class Step:
     """Whatever determines the compiled kernels of a step."""
 
     shape: Shape
-    rule: Rule
+    spread: float
+    share_lists: bool
     windows: bool
+    per_head: bool  # whether every head has a threshold of its own
     batch: int
     capacity: int
     tokens: int
@@ -488,19 +505,19 @@ def launches(step: Step) -> tuple[Launches, ...]:
     shape, tokens, share = step.shape, _power_of_2(step.tokens), step.share
     tree = {"TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2]}
     values = {"DIM": step.dim, "VALUE_DIM": step.value_dim, "DV": padded(step.value_dim)}
-    common = {"PRECISION": "ieee" if step.dtype == torch.float32 else "tf32", "ROWS": step.block, "TOKENS": tokens}
+    precision = "ieee" if step.dtype == torch.float32 else "tf32"
+    common: dict[str, float | str] = {"PRECISION": precision, "ROWS": step.block, "TOKENS": tokens}
     common |= {**tree, **values, "SCORERS": step.scorers, "SPLITS": step.splits, "LOG_NODE": math.log2(shape.node)}
-    spread = step.rule.spread
     groups = _power_of_2(step.chunks_of(step.scorers)) * shape.groups
     groups = min(groups, ESTIMATED_BYTES // (step.dim * step.dtype.itemsize))
     scoring = {
         "HEADS": max(padded(share) // tokens, _power_of_2(share)),
         "PARTS": step.parts,
-        "SPREAD": int(spread) if spread in (0.0, 1.0) else 2,
+        "SPREAD": int(step.spread) if step.spread in (0.0, 1.0) else 2,
         "BLOCK": groups,
         "BLOCK_NODES": max(8, groups * shape.group // shape.node),
     }
-    wanting = _power_of_2(share) if step.rule.share_lists else step.block_heads
+    wanting = _power_of_2(share) if step.share_lists else step.block_heads
     queries = padded(step.block_heads * tokens)
     chunks = max(1, min(_power_of_2(step.chunks_of(step.splits)), OPENED // (wanting * tokens * shape.groups)))
     attending = {
@@ -508,14 +525,16 @@ def launches(step: Step) -> tuple[Launches, ...]:
         "HEADS": step.block_heads,
         "QUERIES": queries,
         "WANTING": wanting,
-        "LISTS": 1 if step.rule.share_lists else wanting,
+        "LISTS": 1 if step.share_lists else wanting,
         "UNIT": unit_of(step.scores),
+        "PARTS": step.parts,
         "BIASED": step.biased,
         "LOG_GROUP": math.log2(shape.group),
         "LOG_CHUNK": math.log2(shape.chunk),
         "CHUNKS": chunks,
         "PADDED": _power_of_2(step.scorers + 1),
         "MERGED": max(1, min(step.splits, MERGED // (queries * padded(step.value_dim)))),
+        "PER_HEAD": step.per_head,
     }
     sizes = (step.batch, step.capacity, step.heads, step.kv_heads, step.tokens, *step.strides)
     key = step.dtype, step.scores, compiled_for(*sizes), step.is_aligned
@@ -542,11 +561,14 @@ class Decode:
         shape: Sizes of the trees.
         rule: Rule by which queries select groups; it has a threshold.
         windows: Whether keys stay in their order.
+        memory: Memory for estimates, partial results, tickets and lists.
+        device: Device of the cache.
     """
 
-    def __init__(self, shape: Shape, rule: Rule, windows: bool):
-        self.shape, self.rule, self.windows = shape, rule, windows
-        self._memory: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by the sizes of a step
+    def __init__(self, shape: Shape, rule: Rule, windows: bool, memory: StepMemory, device: torch.device):
+        self.shape, self.rule, self.windows, self.memory = shape, rule, windows, memory
+        assert rule.threshold is not None
+        self._log_threshold = log_of(rule.threshold, torch.empty(0, dtype=torch.float32, device=device), math.log2)
 
     def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, options: AttendOptions) -> Tensor:
         """Store new tokens and return their attention `[batch, tokens, heads, value_dim]`.
@@ -570,13 +592,13 @@ class Decode:
         self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, after: int, options: AttendOptions
     ) -> Tensor:
         """Attend with some of the new tokens; `after` is the number of those that follow."""
-        scores, first, threshold = layer["scores"], layer["first"], self.rule.threshold
-        assert threshold is not None
+        scores, first, rule = layer["scores"], layer["first"], self.rule
         bias = lengths if options.bias is None else (options.bias.float() * LOG2_E).expand(q.shape[2]).contiguous()
         step = Step(
-            self.shape, self.rule, self.windows, len(q), first.shape[2], q.shape[1], q.shape[2], k.shape[2], q.shape[3],
-            v.shape[3], q.dtype, scores.dtype, scores.shape[4], options.bias is not None,
-            (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), tuple(x.data_ptr() % 16 == 0 for x in (q, k, v, bias)),
+            self.shape, rule.spread, rule.share_lists, self.windows, isinstance(rule.threshold, tuple), len(q),
+            first.shape[2], q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, scores.dtype,
+            scores.shape[4], options.bias is not None, (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+            tuple(x.data_ptr() % 16 == 0 for x in (q, k, v, bias)),
         )  # fmt: skip
         estimated, outs, sums, tickets, units, active = self._allocated(step, q.device)
         out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -588,32 +610,27 @@ class Decode:
         for run in launches(step):
             run.score(
                 batch * kv_heads * (step.scorers + 1),
-                (q, k, v, *pages, scores, lengths, estimated, outs, sums, *sizes, *step.strides, scale, self.rule.spread),
+                (q, k, v, *pages, scores, lengths, estimated, outs, sums, *sizes, *step.strides, scale, rule.spread),
             )
             run.attend(
                 batch * kv_heads * step.blocks * step.splits,
                 (q, *pages, lengths, estimated, first, layer["before"], units, active, bias, outs, sums, tickets, out,
-                 *sizes, *step.strides[:3], scale, math.log2(threshold)),
+                 *sizes, *step.strides[:3], scale, self._log_threshold),
             )  # fmt: skip
-            run.close(batch * kv_heads, (*pages, scores, order, start, lengths, batch, step.capacity, step.tokens, after))
+            run.close(
+                batch * kv_heads, (*pages, scores, order, start, lengths, batch, step.capacity, step.tokens, after)
+            )
         return out
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of its memory."""
-        return sum(x.nbytes for tensors in self._memory.values() for x in tensors)
-
     def _allocated(self, step: Step, device: torch.device) -> tuple[Tensor, ...]:
-        """Return memory for estimates, partial results, tickets and lists, which all layers share."""
+        """Return memory for estimates, partial results, tickets and lists."""
         tokens = _power_of_2(step.tokens)
-        key = step.batch, step.capacity, step.heads, step.value_dim, tokens
-        if key not in self._memory:
-            # Caches of other sizes are not used again, except for steps of one and of several tokens in turn.
-            self._memory = {other: x for other, x in self._memory.items() if other[:-1] == key[:-1]}
+
+        def allocate() -> tuple[Tensor, ...]:
             rows, blocks, shape = step.batch * step.heads * tokens, step.batch * step.kv_heads * step.blocks, step.shape
             chunks = blocks * step.splits * step.chunks_of(step.splits)
             with torch.inference_mode(False):
-                self._memory[key] = (
+                return (
                     torch.empty(rows, step.capacity * shape.groups, device=device),
                     torch.empty(rows, step.splits + 1, step.value_dim, device=device),
                     torch.empty(rows, step.scorers + 1 + step.splits, device=device),
@@ -621,4 +638,6 @@ class Decode:
                     torch.empty(chunks * -(-shape.page // shape.group), dtype=torch.int32, device=device),
                     torch.empty(chunks * (shape.page - shape.chunk + shape.groups), dtype=torch.int32, device=device),
                 )
-        return self._memory[key]
+
+        sizes = step.batch, step.capacity, step.heads, step.kv_heads, step.value_dim, *step.shape.branching, tokens
+        return self.memory.get(sizes, allocate)

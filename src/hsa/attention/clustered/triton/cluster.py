@@ -49,6 +49,9 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
         kernel = _kernel(layout, k.dtype, heads, dim, value_dim, strides, windows, dtype, number)
         order = keys.scores if keys.order is None else keys.order  # not written for windows
         first_rows, start = constant(layout.rows_of_chunks(k.device)), constant(start_of(dim, k.device))
+        if number == 2:
+            centre = _centre_kernel(layout, k.dtype, heads, dim, strides[:2])
+            centre(chunks * heads, (k, first_rows, keys.k, chunks, heads, *strides[:2]))
         tensors = (k, v, first_rows, keys.k, keys.v, keys.scores, order, start)
         kernel(chunks * heads, (*tensors, chunks, heads, *strides))
     return keys
@@ -64,8 +67,22 @@ def cluster_pages(keys: ClusteredKeys, pages: Tensor) -> None:
     order, scores = keys.scores if keys.order is None else keys.order, keys.scores
     constants = constants_of(shape, dim, value_dim, keys.order is None, scores.dtype, scores.shape[3])
     tensors = (keys.k, keys.v, pages, keys.scores, order, start_of(dim, pages.device))
-    key = compiled_for(*tensors, number, heads)
-    _cluster_in_place(key, len(pages) * heads, (*tensors, number, heads), constants)
+    sizes = number, number if keys.capacity is None else keys.capacity, heads
+    key = compiled_for(*tensors, *sizes)
+    if scores.shape[3] == 2:
+        _centre_in_place(key, len(pages) * heads, (keys.k, pages, *sizes), _centre_constants(shape, dim))
+    _cluster_in_place(key, len(pages) * heads, (*tensors, *sizes), constants)
+
+
+@lru_cache(maxsize=512)
+def _centre_kernel(layout: Layout, dtype: torch.dtype, heads: int, dim: int, strides: tuple[int, ...]) -> Prepared:
+    return Prepared(
+        _centre, (dtype, compiled_for(layout.num_chunks, heads, *strides)), _centre_constants(layout.shape, dim)
+    )
+
+
+def _centre_constants(shape: Shape, dim: int) -> dict[str, Any]:
+    return {"CHUNK": shape.chunk, "PAGE": shape.page, "DIM": dim, "num_warps": 4}
 
 
 @lru_cache(maxsize=512)
@@ -164,8 +181,40 @@ def _sorted(
 
 
 @triton.jit
+def centre_of(k, k_row, CHUNK: tl.constexpr, DIM: tl.constexpr):
+    """Return the mean of the keys of a chunk, given its first row."""
+    row, column = tl.arange(0, CHUNK), tl.arange(0, DIM)
+    return tl.sum(tl.load(k + row[:, None] * k_row + column[None, :]).to(tl.float32), 0) / CHUNK
+
+
+@triton.jit
+def centre(
+    k, chunk_rows, k_pages, chunks, heads, k_row, k_head, CHUNK: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr
+):
+    """Store the mean of the first chunk of every sequence in the last row of its page, for the scores of all chunks."""
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    chunk = tl.program_id(0) // heads
+    if tl.load(chunk_rows + chunks + chunk) == chunk:
+        k += tl.load(chunk_rows + chunk).to(tl.int64) * k_row + head * k_head
+        to = k_pages + ((head * chunks + chunk + 1) * PAGE - 1) * DIM + tl.arange(0, DIM)
+        tl.store(to, centre_of(k, k_row, CHUNK, DIM).to(k_pages.dtype.element_ty))
+
+
+@triton.jit
+def centre_in_place(
+    k_pages, pages, num_pages, capacity, heads, CHUNK: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr
+):
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    page = tl.load(pages + tl.program_id(0) // heads)
+    if page % capacity == 0:
+        k_pages += (head * num_pages + page) * (PAGE * DIM)
+        to = k_pages + (PAGE - 1) * DIM + tl.arange(0, DIM)
+        tl.store(to, centre_of(k_pages, DIM, CHUNK, DIM).to(k_pages.dtype.element_ty))
+
+
+@triton.jit
 def _pool(
-    source, row_stride, page, number, group,
+    source, row_stride, page, number, group, stores_mean,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Store keys or values and the means of groups, nodes and chunk in a page, and return the former `[groups, keys, D]`.
@@ -174,6 +223,7 @@ def _pool(
         source: First row of the chunk. It may be that of the page.
         number: `[groups, keys]` rows of the chunk.
         group: `[groups]` index of each group in the page.
+        stores_mean: Whether to store the mean of the chunk.
     """
     SIZE: tl.constexpr = CHUNK // GROUPS
     PER_NODE: tl.constexpr = GROUPS // NODES
@@ -188,13 +238,14 @@ def _pool(
     mean = tl.sum(tl.reshape(mean, [NODES, PER_NODE, D]), 1) / PER_NODE
     node = tl.min(tl.reshape(group, [NODES, PER_NODE]), 1) // PER_NODE
     tl.store(page + (CHUNK + GROUPS + node)[:, None] * DIM + column[None, :], mean.to(x.dtype), mask=there[None, :])
-    tl.store(page + (CHUNK + GROUPS + NODES) * DIM + column, (tl.sum(mean, 0) / NODES).to(x.dtype), mask=there)
+    whole = (tl.sum(mean, 0) / NODES).to(x.dtype)
+    tl.store(page + (CHUNK + GROUPS + NODES) * DIM + column, whole, mask=there & stores_mean)
     return x
 
 
 @triton.jit
 def cluster_chunk(
-    k, v, k_row, v_row, k_page, v_page, scores, order, start,
+    k, v, k_row, v_row, k_page, v_page, scores, order, start, first_page, is_first,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -204,6 +255,8 @@ def cluster_chunk(
         k, v: First row of the chunk, which may be that of its page.
         k_page, v_page, scores, order: Memory for the results of this chunk and head.
         start: Start of power iterations.
+        first_page: Page of keys of the first chunk of the sequence. If scores have two parts, its last row is known.
+        is_first: Whether it is the page of this chunk.
     """
     column = tl.arange(0, DIM)
     from_direction = tl.load(start + column)
@@ -223,7 +276,8 @@ def cluster_chunk(
         to = order + group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
         tl.store(to, number.to(order.dtype.element_ty))
     number = tl.reshape(number, [GROUPS, SIZE])
-    x = _pool(k, k_row, k_page, number, group, CHUNK, GROUPS, NODES, DIM, DIM).to(tl.float32)
+    stores_mean = (is_first == 0) if PARTS == 2 else True
+    x = _pool(k, k_row, k_page, number, group, stores_mean, CHUNK, GROUPS, NODES, DIM, DIM).to(tl.float32)
     direction = _direction(x, from_direction, SIZE, ITERATIONS)
     direction /= _length(direction)[:, None]
     along = tl.sum(x * direction[:, None, :], 2)
@@ -232,10 +286,11 @@ def cluster_chunk(
     row = group // PER_NODE * (PER_NODE * PARTS) + group % PER_NODE
     to = scores + row[:, None] * DIM + column[None, :]
     if PARTS == 2:
-        tl.store(to, (tl.sum(x, 1) * (UNIT / SIZE)).to(scores.dtype.element_ty))
+        of_first = tl.load(first_page + (CHUNK + GROUPS + NODES) * DIM + column).to(tl.float32)
+        tl.store(to, ((tl.sum(x, 1) / SIZE - of_first[None, :]) * UNIT).to(scores.dtype.element_ty))
         to += PER_NODE * DIM
     tl.store(to, (direction * UNIT).to(scores.dtype.element_ty))
-    _pool(v, v_row, v_page, number, group, CHUNK, GROUPS, NODES, VALUE_DIM, DV)
+    _pool(v, v_row, v_page, number, group, True, CHUNK, GROUPS, NODES, VALUE_DIM, DV)
 
 
 @triton.jit
@@ -246,30 +301,34 @@ def cluster(
 ):  # fmt: skip
     head = (tl.program_id(0) % heads).to(tl.int64)
     chunk = tl.program_id(0) // heads
-    first = tl.load(chunk_rows + chunk).to(tl.int64)
+    first, first_chunk = tl.load(chunk_rows + chunk).to(tl.int64), tl.load(chunk_rows + chunks + chunk)
     page = head * chunks + chunk
     ROWS: tl.constexpr = CHUNK + GROUPS + NODES + 1
     cluster_chunk(
         k + first * k_row + head * k_head, v + first * v_row + head * v_head, k_row, v_row,
         k_pages + page * (ROWS * DIM), v_pages + page * (ROWS * VALUE_DIM), scores + page * (GROUPS * PARTS * DIM),
-        order + page * CHUNK, start, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, PARTS, UNIT
+        order + page * CHUNK, start, k_pages + (head * chunks + first_chunk) * (ROWS * DIM), chunk == first_chunk, CHUNK,
+        GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, PARTS, UNIT
     )  # fmt: skip
 
 
 @triton.jit
 def cluster_in_place(
-    k_pages, v_pages, pages, scores, order, start, num_pages, heads,
+    k_pages, v_pages, pages, scores, order, start, num_pages, capacity, heads,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) % heads).to(tl.int64)
-    page = head * num_pages + tl.load(pages + tl.program_id(0) // heads)
+    of_head = tl.load(pages + tl.program_id(0) // heads)
+    page = head * num_pages + of_head
     ROWS: tl.constexpr = CHUNK + GROUPS + NODES + 1
+    first_page = k_pages + (page - of_head % capacity) * (ROWS * DIM)
     k_pages += page * (ROWS * DIM)
     v_pages += page * (ROWS * VALUE_DIM)
     cluster_chunk(
         k_pages, v_pages, DIM, VALUE_DIM, k_pages, v_pages, scores + page * (GROUPS * PARTS * DIM), order + page * CHUNK,
-        start, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, PARTS, UNIT
+        start, first_page, of_head % capacity == 0, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, PARTS,
+        UNIT
     )  # fmt: skip
 
 
@@ -279,3 +338,4 @@ def _log2(number):
 
 
 _cluster, _cluster_in_place = Launcher(cluster), Launcher(cluster_in_place)
+_centre, _centre_in_place = Launcher(centre), Launcher(centre_in_place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -10,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hsa.attention.clustered.call import ClusteredCall, SelectCall
+from hsa.attention.clustered.call import ClusteredCall, SelectCall, keep
 from hsa.attention.clustered.keys import ClusteredKeys
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.clustered.slabs import Slab, slabs, slabs_within
+from hsa.attention.clustered.threshold import log_of
 from hsa.attention.clustered.triton import attend as attend_kernels
 from hsa.attention.clustered.triton import select as select_kernels
 from hsa.attention.clustered.triton.cluster import build_keys, unit_of
@@ -22,7 +24,7 @@ from hsa.attention.clustered.triton.lists import lower
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels.available import padded, shared_memory
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for
-from hsa.attention.kernels.triton.recording import Recording, constant, empty
+from hsa.attention.kernels.triton.recording import constant, empty, recording_of
 
 SLAB_BYTES = 2**29
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
@@ -32,6 +34,8 @@ QUERIES = 128
 """Number of queries that a program selects for, with head dim 64 in half precision; fewer for wider heads."""
 ROWS = 64
 """Maximum number of rows that a step of `attend` reads."""
+RECORDED_BYTES = 2**30
+"""Maximum bytes of the memory of a selection and its attention whose launches are kept."""
 LOG2_E = math.log2(math.e)
 
 _normalizers = Launcher(select_kernels.normalizers)
@@ -116,7 +120,7 @@ def select(call: SelectCall) -> TileSelection:
     """Compute `hsa.select_groups` from checked arguments."""
     call = replace(call, q=aligned(call.q), k=aligned(call.k))
     layout, keys = call.layout, call.keys
-    first = call.q.new_empty(selection_bytes(layout, call.lists), dtype=torch.uint8)
+    first = empty(call.q, selection_bytes(layout, call.lists), dtype=torch.uint8)
     if len(first):
         sizes = sizes_of(call.q, call.k, keys.v, call.lists, keys.k, keys.scores)
         (slab,) = slabs(layout, call.q.device, sizes.bundle(layout))
@@ -137,13 +141,33 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
         from hsa.attention.clustered.triton.gradient import attend_with_gradient
 
         return attend_with_gradient(call)
-    with Recording(call.q, call.k, call.v) as recording:
+    with recording_of(call.q, call.k, call.v) as recording:
         result = attend_forward(call, call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows))
     is_copied = call.q is not given.q or call.k is not given.k or call.v is not given.v
     is_launched = call.top_k != 0 and call.pooled_bias is None  # by kernels alone
     if call.repeats_as is not None and is_launched and not is_copied and result.slabs == 1:
-        call.keep(recording.replay([result.out, result.lse]))
+        keep(call.repeats_as, recording.replay([result.out, result.lse]))
     return result.out, result.lse
+
+
+def record(
+    key: Hashable, tensors: tuple[Tensor, ...], run: Callable[[], tuple[Tensor, TileSelection]]
+) -> tuple[Tensor, TileSelection]:
+    """Select and attend, and keep the launches for calls of the same key.
+
+    Args:
+        tensors: Tensors that differ between calls: q, k and v, and those of the clustered keys.
+        run: The call.
+    """
+    if any(aligned(x) is not x for x in tensors[:3]):
+        return run()
+    with recording_of(*tensors) as recording:
+        out, selection = run()
+    made = {x.data_ptr() for x in recording.memory}
+    if recording.nbytes <= RECORDED_BYTES and out.data_ptr() in made and selection.first.data_ptr() in made:
+        replay, layout, lists = recording.replay([out, selection.first]), selection.layout, selection.lists
+        keep(key, lambda *others: (*replay(*others), layout, lists))
+    return out, selection
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +228,7 @@ def bounds_of(call: SelectCall) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _bound_kernel(
-    sizes: Sizes, layout: Layout, slab: Slab, scores: Scores, number: int | None, weighs: int
+    sizes: Sizes, layout: Layout, slab: Slab, scores: Scores, number: int | None, weighs: int, per_head: bool
 ) -> Prepared:
     shape, key = layout.shape, (sizes.key, compiled_for(slab.num_tiles, layout.num_pages))
     constants: dict[str, Any] = {
@@ -216,7 +240,8 @@ def _bound_kernel(
         return Prepared(_largest, (key, scores.dtype, compiled_for(number)), constants)
     block, launch = sizes.step(sizes.dim * sizes.bytes, shape.tile, 64)
     constants |= {"CAUSAL": layout.causal, "LOG_NODE": math.log2(shape.node), "LOG_GROUP": math.log2(shape.group)}
-    return Prepared(_normalizers, key, {**constants, "BLOCK": block, **launch})
+    constants |= {"PARTS": scores.parts, "PER_HEAD": per_head, "BLOCK": block, **launch}
+    return Prepared(_normalizers, key, constants)
 
 
 @lru_cache(maxsize=512)
@@ -239,13 +264,17 @@ def select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, fir
     weighs = int(call.spread) if call.spread in (0.0, 1.0) else 2  # not at all, with 1, with another weight
     number, tiles, strides, scores = call.top_k, constant(slab.tiles), sizes.strides, Scores.of(keys)
     if number != 0:
-        kernel = _bound_kernel(sizes, layout, slab, scores, number, weighs)
+        per_head = isinstance(call.threshold, tuple)
+        kernel = _bound_kernel(sizes, layout, slab, scores, number, weighs, per_head)
         shared = (slab.num_tiles, sizes.heads, sizes.kv_heads, pages, *strides[:2])
         if number is not None:
             arguments: tuple[Any, ...] = (q, keys.k, keys.scores, tiles, bounds, *shared, number, call.spread)
         else:
             assert call.threshold is not None
-            scales = (call.scale * LOG2_E, math.log2(call.threshold))
+            log_threshold = log_of(call.threshold, bounds, math.log2)
+            if isinstance(log_threshold, Tensor):
+                constant(log_threshold)
+            scales = (call.scale * LOG2_E, log_threshold)
             arguments = (q, k, keys.k, tiles, bounds, *shared, *strides[2:4], *scales)
         kernel(slab.num_tiles * sizes.heads, arguments)
     tensors = (q, keys.k, keys.scores, tiles, constant(slab.bundles), bounds, first)

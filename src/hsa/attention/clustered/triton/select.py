@@ -37,12 +37,23 @@ def add_mass(logit, top, mass):
 
 
 @triton.jit
+def relative_to(x, centre, DIM: tl.constexpr):
+    """Return the product of each query with the mean of the first chunk of its sequence."""
+    return tl.sum(x.to(tl.float32) * tl.load(centre + tl.arange(0, DIM)).to(tl.float32)[None, :], 1)
+
+
+@triton.jit
 def normalizers(
     q, k, k_pages, tiles, bounds, num_tiles, heads, kv_heads, pages, q_row, q_head, k_row, k_head, scale, log_threshold,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, LOG_NODE: tl.constexpr, LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, PARTS: tl.constexpr, LOG_NODE: tl.constexpr, LOG_GROUP: tl.constexpr, PER_HEAD: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the bound of every query: the log-sum-exp of exact keys and pooled nodes, plus the log of the threshold."""
+    """Store the bound of every query: the log-sum-exp of exact keys and pooled nodes, plus the log of the threshold.
+
+    If scores have two parts, their means are relative to that of the first chunk, and so is the bound. With `PER_HEAD`,
+    `log_threshold` has a number for every head.
+    """
     head = tl.program_id(0) // num_tiles
     kv_head = (head // (heads // kv_heads)).to(tl.int64)
     row, count, first_chunk, visible, exact, end, _, _, _ = load_tile(tiles, tl.program_id(0) % num_tiles)
@@ -70,7 +81,10 @@ def normalizers(
         y = tl.load(k_pages + at[:, None] * DIM + column[None, :])
         logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + LOG_NODE
         top, mass = add_mass(tl.where((node < nodes)[None, :], logit, float("-inf")), top, mass)
-    bound = (top + tl.log2(mass) + log_threshold - LOG_GROUP) / scale
+    threshold = tl.load(log_threshold + head) if PER_HEAD else log_threshold
+    bound = (top + tl.log2(mass) + threshold - LOG_GROUP) / scale
+    if PARTS == 2:
+        bound -= relative_to(x, k_pages + (PAGE - 1) * DIM, DIM)
     tl.store(bounds + (row + query).to(tl.int64) * heads + head, bound, mask=query < count)
 
 

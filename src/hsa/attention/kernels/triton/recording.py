@@ -43,6 +43,11 @@ def constant(x: Tensor) -> Tensor:
     return x
 
 
+def recording_of(*inputs: Tensor) -> Recording:
+    """Return a context in which launches are recorded. Inside another recording it is that one, which has these inputs."""
+    return Recording(*inputs) if STATE.recording is None else STATE.recording
+
+
 class Launch(NamedTuple):
     """A launch: compiled kernel, number of programs and arguments; the interpreter needs the kernel and its constants."""
 
@@ -74,13 +79,20 @@ class Recording:
         self.memory: list[Tensor] = []
         self.constants: list[Tensor] = []
         self.launches: list[Launch] = []
+        self.outer: list[Recording | None] = []
 
     def __enter__(self) -> Recording:
-        self.outer, STATE.recording = STATE.recording, self
+        self.outer.append(STATE.recording)
+        STATE.recording = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        STATE.recording = self.outer
+        STATE.recording = self.outer.pop()
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the memory that a replay allocates."""
+        return sum(x.nbytes for x in self.memory)
 
     def replay(self, outputs: Sequence[Tensor]) -> Replay:
         """Return the replay of the recorded launches, which returns tensors like these outputs."""
