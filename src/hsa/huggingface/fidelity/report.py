@@ -88,10 +88,16 @@ class Report:
     @property
     def summary(self) -> str:
         converted = f"{len(self.settings)} of {len(self.layers)} layers" if self.settings else "no layer"
-        texts = f"{self.examples:,} texts of {self.mean_length:.0f} tokens on average"
+        return (
+            f"{self.examples:,} {self._lengths}; {converted} converted; {self.ratio:.2f} times fewer operations of "
+            "attention, all counted"
+        )
+
+    @property
+    def _lengths(self) -> str:
         if self.task == "lm":
-            texts = f"{self.examples:,} pieces of {self.mean_length:,.0f} tokens"
-        return f"{texts}; {converted} converted; {self.ratio:.2f} times fewer operations of attention, all counted"
+            return f"pieces of {self.mean_length:,.0f} tokens"
+        return f"texts of {self.mean_length:.0f} tokens on average"
 
     def score_rows(self) -> list[list[str]]:
         rows = [
@@ -160,12 +166,12 @@ class Report:
         remarks = []
         if self.ratio < 1.05 and self.task == "lm" and self.mean_length <= CHUNK:
             remarks.append(
-                f"Nothing is saved on pieces of {self.mean_length:.0f} tokens: decoders attend exactly inside chunks of "
-                f"{CHUNK} tokens. Pass larger --max-tokens."
+                f"Nothing is saved on {self._lengths}: decoders attend exactly inside chunks of {CHUNK} tokens. "
+                "Pass larger --max-tokens."
             )
         elif self.settings and self.ratio < 1.05:
             remarks.append(
-                f"Nothing is saved on texts of {self.mean_length:.0f} tokens on average: trees pay off on long texts. "
+                f"Nothing is saved on {self._lengths}: trees pay off on long texts. "
                 "Convert the model for longer inputs, or use it without conversion."
             )
         slower = [row for row in self.timed if row.times_faster < 1]
