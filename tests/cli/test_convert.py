@@ -147,6 +147,7 @@ def test_a_budget_of_a_language_model(call, decoder, books, monkeypatch):
     few = (LayerSettings(threshold=0.5), LayerSettings(threshold=0.01))
     monkeypatch.setitem(calibrate.__kwdefaults__, "candidates", few)
     arguments = ("convert", decoder, books, "--task", "lm", "--budget", "perplexity +900%", "--max-tokens", "1200")
+    arguments += ("--exact-until", "300")
     code, out, err = call(*arguments, "--out", "out", *QUICK)
     assert (code, err) == (0, "")
     said = " ".join(out.split())
@@ -158,6 +159,7 @@ def test_a_budget_of_a_language_model(call, decoder, books, monkeypatch):
     assert (report["holds"], report["examples"], report["mean_length"]) == (True, 6, 1200)
     assert report["reached"].startswith("perplexity +")
     assert report["times_fewer_operations"] > 1
+    assert {layer["exact_until"] for layer in report["settings"].values()} == {300}
     assert {name for point in report["frontier"] for name in point} >= {"perplexity", "distance", "ops"}
     kept = Path("out/calibration.json").stat().st_mtime_ns
     code, _, err = call(*(a if a != "perplexity +900%" else "ops 1x" for a in arguments), "--out", "out", *QUICK)
@@ -191,7 +193,12 @@ def test_a_length_that_the_model_cannot_read(call, decoder, books):
         (["--budget", "kept 98%"], "budget", ["one of ops, perplexity, got 'kept'", "for the task classification"]),
         (["--budget", "perplexity -1%"], "budget", ["perplexity +0.5%", "got 'perplexity -1%'"]),
         (["--budget", "perplexity 5x"], "budget", ["perplexity +0.5%", "got 'perplexity 5x'"]),
-        (["--budget", "ops 2x", "--max-tokens", "256"], "max_tokens", ["more than 256 with --budget", "got 256"]),
+        (["--budget", "ops 2x", "--max-tokens", "1300"], "max_tokens", ["more than 2,048 with --budget", "got 1300"]),
+        (
+            ["--budget", "ops 2x", "--max-tokens", "256", "--exact-until", "0"],
+            "max_tokens",
+            ["more than 256 with --budget", "smaller --exact-until"],
+        ),
         (["--budget", "ops 2x", "--limit", "0"], "limit", ["1 or more"]),
     ],
 )

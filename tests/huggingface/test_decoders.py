@@ -19,6 +19,7 @@ def windows(ids):
 WAYS = {
     "clusters": {"branching": (4, 2, 2), "tile": 8, "threshold": 1 / 8},
     "clusters, top_k": {"branching": (2, 2, 2), "tile": 4, "top_k": 1, "sinks": None},
+    "exact at first": {"branching": (4, 2, 2), "tile": 8, "threshold": 1 / 8, "exact_until": 20},
     "windows": {"kind": "multiscale", "branching": (4, 2, 2), "tile": 4, "threshold": 1 / 8},
     "windows, top_k": {"kind": "multiscale", "branching": (2, 4, 2), "tile": 16, "top_k": 1, "pooled_bias": -0.5},
     "neighbours": {"kind": "multiscale", "branching": (4, 2), "near": 1, "sinks": 3, "tile": 6, "pooled_bias": -0.5},

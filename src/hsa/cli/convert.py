@@ -68,6 +68,8 @@ class SettingOptions:
         sinks: Number of first tokens that are always attended to exactly, or "special" for the special tokens.
         tile: Number of neighbouring queries that share a selection; by default 1, a leaf family for multiscale, or 64 in
             language models.
+        exact_until: Number of tokens up to which language models, and encoders with a threshold, attend exactly: the first
+            tokens of a text in language models, shorter texts in encoders. 2,048 by default.
     """
 
     only_layers: tuple[int, ...] = ()
@@ -80,6 +82,7 @@ class SettingOptions:
     pooled_bias: float = LayerSettings.pooled_bias  # type: ignore[assignment]  # one for all heads
     sinks: str = str(LayerSettings.sinks)
     tile: int | None = LayerSettings.tile
+    exact_until: int | None = LayerSettings.exact_until
 
     def values(self) -> dict[str, Any]:
         """Return the settings as keywords of `hsa.huggingface.convert`."""
@@ -213,7 +216,7 @@ def _convert(
     check_counts(limit=read.limit, max_tokens=read.max_tokens, calibrate_on=calibrate_on)
     if budget is not None:  # before anything is loaded
         Budget.parse(budget).check(METRICS[task])
-        named = sorted(NAMED.get() & set(vars(options)))
+        named = sorted(NAMED.get() & set(vars(options)) - {"exact_until"})
         if named:
             raise InvalidInput(
                 f"--{named[0].replace('_', '-')}",
@@ -231,12 +234,27 @@ def _convert(
     too_long = next((length for length in lengths if not 1 <= length <= most), None)
     if too_long is not None:
         raise InvalidInput("lengths", got=too_long, expected=f"1 to {most:,}, the limit of the model")
+    if budget is not None and task == "lm":
+        _check_longer_than_exact(longest, options)
     drawn = _Drawn.of(examples, held, task, tokenizer, longest, budget, calibrate_on, read.limit)
     if drawn.note:
         bars.say(drawn.note)
     short = Path(name).name if Path(name).is_dir() else name
     settings = _settings(model, tokenizer, options) if budget is None else None
-    run = _Run(short, task, model, tokenizer, longest, lengths, settings, budget, every_layer, folder, bars)
+    run = _Run(
+        short,
+        task,
+        model,
+        tokenizer,
+        longest,
+        lengths,
+        settings,
+        budget,
+        every_layer,
+        options.exact_until,
+        folder,
+        bars,
+    )
     batch = {"cpu": 2**13, "cuda": 2**15 if task == "lm" else 2**17}[device]
     for batch_tokens in (batch, longest) if batch >= 2 * longest else (longest,):
         try:
@@ -256,6 +274,18 @@ def _load_texts(data: Path, calibration: Path | None, read: TextOptions) -> tupl
         return examples, None
     usual = ("train", *SPLITS)
     return examples, load_examples(calibration, text=read.text, label=read.label, join=read.join, usual=usual)
+
+
+def _check_longer_than_exact(longest: int, options: SettingOptions) -> None:
+    """Check that pieces are so long that converted decoders do not attend exactly to all of them."""
+    exact = LayerSettings(exact_until=options.exact_until).exact_length(causal=True)
+    if longest <= exact:
+        raise InvalidInput(
+            "max_tokens",
+            got=longest,
+            expected=f"more than {exact:,} with --budget, as the first {exact:,} tokens of a text attend exactly",
+            fix="Pass smaller --exact-until for short texts",
+        )
 
 
 def _length(wanted: int | None, most: int) -> int:
@@ -298,18 +328,12 @@ class _Drawn:
                 held = examples.sample(min(searched, len(examples) // 2), seed=1)
                 examples = _without(examples, held)
             return cls(examples.sample(limit or 1000), held.sample(searched))
-        from hsa.huggingface.fidelity.pieces import CHUNK, cut_pieces, split_pieces
+        from hsa.huggingface.fidelity.pieces import cut_pieces, split_pieces
 
         reported, searched = limit or 16, calibrate_on or 4
         if budget is None:
             pieces = cut_pieces(examples, tokenizer, longest, reported)
             return cls(pieces, None, f"reporting on {pieces}")
-        if longest <= CHUNK:
-            raise InvalidInput(
-                "max_tokens",
-                got=longest,
-                expected=f"more than {CHUNK} with --budget, as decoders attend exactly inside chunks of {CHUNK} tokens",
-            )
         if held is None:
             search, report = split_pieces(examples, tokenizer, longest, searched, reported)
         else:
@@ -331,6 +355,7 @@ class _Run:
     settings: dict[int, LayerSettings] | None  # None to search for them
     budget: str | None
     every_layer: bool
+    exact_until: int | None
     folder: Path
     bars: Bars
 
@@ -354,6 +379,7 @@ class _Run:
                     judge_of(drawn.search),
                     self.budget,
                     every_layer=self.every_layer,
+                    exact_until=self.exact_until,
                     tokenizer=tokenizer,
                     folder=self.folder,
                     watch=watch,

@@ -126,6 +126,7 @@ def _attend_tiles(
         windows=settings.kind == "multiscale",
         branching=None if settings.branching == BRANCHING else settings.branching,
         tile=settings.tile or TILE,
+        exact_until=settings.exact_until or 0,
         pooled_bias=bias_of(settings, call.query.device),
         dropout_p=call.dropout_p,
         scale=call.scale,
@@ -144,7 +145,7 @@ def _prepare_tiles(
     shape: dict[str, Any] = {"windows": settings.kind == "multiscale", "branching": settings.branching}
     causal = sequences.causal
     shared: dict[str, Any] = {"query_lengths": sequences.queries.lengths, "causal": causal, "tile": settings.tile}
-    shared["scale"] = call.scale
+    shared |= {"exact_until": settings.exact_until, "scale": call.scale}
     keys = cluster(k, v, lengths, **shape)
     if opened is None and causal:
         groups = max(keys.chunks) * keys.shape.groups

@@ -257,7 +257,7 @@ class CacheLayer(CacheLayerMixin):
         }
         if settings.uses_tiles(causal=True):
             shared |= {"threshold": settings.threshold, "top_k": settings.top_k, "tile": settings.tile}
-            shared["step_memory"] = self.step_memory
+            shared |= {"exact_until": settings.exact_until, "step_memory": self.step_memory}
             return ClusteredCache(windows=settings.kind == "multiscale", **shared)
         sinks = settings.sinks or 0
         assert isinstance(sinks, int)

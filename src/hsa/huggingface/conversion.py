@@ -36,6 +36,7 @@ def convert(
     pooled_bias: float | Sequence[float] = DEFAULT.pooled_bias,
     sinks: int | Literal["special"] | None = DEFAULT.sinks,
     tile: int | None = DEFAULT.tile,
+    exact_until: int | None = DEFAULT.exact_until,
 ) -> Model:
     """Replace the attention of a pre-trained model by attention over trees, in place. Weights stay the same.
 
@@ -70,6 +71,8 @@ def convert(
             that select groups always read the group of the first token exactly.
         tile: Number of neighbouring queries that share a selection. Default: 1 for clustered keys, otherwise a leaf
             family. In causal layers 64: there a query shares only what earlier queries of its tile have selected.
+        exact_until: Number of tokens up to which layers with a threshold, and all causal layers that select groups, attend
+            exactly: the first tokens of a text in causal layers, shorter texts in others. 2,048 by default.
 
     Returns:
         The same model.
@@ -98,6 +101,7 @@ def convert(
         pooled_bias=pooled_bias,
         sinks=sinks,
         tile=tile,
+        exact_until=exact_until,
     )
     by_number = _by_number(modules, saved, layers, passed)
     _convert_layers(model, inner, modules, by_number, saved, tokenizer)

@@ -148,16 +148,17 @@ def exact_is_cheaper(settings: LayerSettings, length: int, *, causal: bool) -> b
 
     The count, per query and in entries of attention, includes the keys of exact families, one entry per pooled node, half an
     entry for each scored family, and the clustering of keys. Causal layers and layers with a threshold are exact only where
-    nothing would be pooled: in causal layers, the output of a token must not depend on the length of the text after it.
+    nothing would be pooled: in causal layers, the output of a token must not depend on the length of the text after it. That
+    is up to `exact_until` tokens, or a chunk.
     Sentence trees, trees from a function and the paper's operator are always used.
     """
     clustered = settings.kind == "clustered"
     if not clustered and (settings.kind, settings.tree) != ("multiscale", "windows"):
         return False
-    tiles, settings = settings.uses_tiles(causal), settings.resolved(causal)
+    if causal or settings.uses_tiles(causal):
+        return settings.uses_tiles(causal) and length <= settings.exact_length(causal)
+    settings = settings.resolved(causal)
     assert settings.branching is not None
-    if causal or tiles:
-        return tiles and length <= math.prod(settings.branching)
     assert settings.top_k is not None
     size = settings.branching[0]
     families = -(-length // size)

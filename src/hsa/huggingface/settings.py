@@ -15,6 +15,8 @@ Kind: TypeAlias = Literal["clustered", "multiscale", "hierarchical"]
 Tree: TypeAlias = Literal["windows", "sentences"]
 VERSION = 3
 """Version of the format of `config.hsa`. Other versions are refused."""
+EXACT_UNTIL = 2048
+"""Default of `exact_until`: about the length up to which exact attention is faster."""
 FUNCTION = "function"
 """Value of `tree` in the config of a model whose trees come from a function, which a config cannot hold."""
 
@@ -23,7 +25,7 @@ FUNCTION = "function"
 class LayerSettings:
     """Settings of one converted layer. Fields and defaults are those of `convert`, which describes each.
 
-    Defaults of `branching`, `top_k` and `tile` depend on the layer; `resolved` fills them in.
+    Defaults of `branching`, `top_k`, `tile` and `exact_until` depend on the layer; `resolved` fills them in.
 
     >>> LayerSettings(top_k=4).kind
     'clustered'
@@ -38,6 +40,7 @@ class LayerSettings:
     pooled_bias: float | tuple[float, ...] = 0.0
     sinks: int | str | None = 1
     tile: int | None = None
+    exact_until: int | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -54,6 +57,7 @@ class LayerSettings:
         for name, expected, minimum in (
             ("top_k", "a number of groups, 0 or more, or None", 0),
             ("tile", "a positive number of tokens, or None", 1),
+            ("exact_until", "a number of tokens, 0 or more, or None", 0),
         ):
             if getattr(self, name) is not None:
                 set_field(self, name, _check_count(name, getattr(self, name), expected, minimum))
@@ -92,6 +96,12 @@ class LayerSettings:
         selects = self.threshold is not None or (causal and bool(self.top_k))
         return self.kind == "multiscale" and self.tree == "windows" and selects
 
+    def exact_length(self, causal: bool) -> int:
+        """Return the number of tokens up to which a layer that runs `clustered_attention` attends exactly."""
+        resolved = self.resolved(causal)
+        assert resolved.branching is not None
+        return max(math.prod(resolved.branching), resolved.exact_until or 0)
+
     def resolved(self, causal: bool) -> LayerSettings:
         """Return the settings with the defaults that apply to a causal or another layer, checked."""
         return _resolve(self, causal)
@@ -126,6 +136,9 @@ class LayerSettings:
         elif self.threshold is not None and not self.uses_tiles(causal):
             name, expected = "threshold", "None, with top_k in its place,"
             why = "Only clustered keys and windows of keys have a threshold"
+        elif self.exact_until is not None and not self.uses_tiles(causal):
+            name, expected = "exact_until", "None"
+            why = "Only layers that select groups for tiles, as with a threshold, read the first tokens exactly"
         if name:
             word = "causal" if causal else "not causal"
             got = repr(getattr(self, name))
@@ -161,9 +174,12 @@ def _resolve(settings: LayerSettings, causal: bool) -> LayerSettings:
         from hsa.attention.clustered.layout import BRANCHING, TILE, Shape
         from hsa.attention.clustered.threshold import THRESHOLD
 
-        shape = Shape.of(settings.branching or BRANCHING, settings.tile or TILE, causal=causal)
+        exact_until = EXACT_UNTIL if settings.exact_until is None else settings.exact_until
+        shape = Shape.of(settings.branching or BRANCHING, settings.tile or TILE, exact_until, causal=causal)
         threshold = THRESHOLD if settings.top_k is None and settings.threshold is None else settings.threshold
-        return replace(settings, branching=shape.branching, tile=shape.tile, threshold=threshold)
+        return replace(
+            settings, branching=shape.branching, tile=shape.tile, exact_until=exact_until, threshold=threshold
+        )
     top_k = settings.top_k
     if top_k is None:
         top_k = 0 if causal and settings.tree == "windows" else 8

@@ -30,6 +30,8 @@ CASES = {
     "shared top_k": {"branching": (4, 2, 2), "tile": 16, "top_k": 1, "share_lists": True},
     "tiles of a query": {"branching": (2, 2, 2), "tile": 1, "threshold": 1 / 8},
     "chunks of a group": {"branching": (8, 1, 1), "tile": 4, "top_k": 1},
+    "exact at first": {"branching": (4, 2, 2), "tile": 8, "threshold": 1 / 16, "exact_until": 40},
+    "exact at first, windows": {"branching": (2, 2, 2), "tile": 4, "top_k": 1, "exact_until": 24, "windows": True},
     "nothing selected": {"branching": (4, 2, 2), "tile": 8, "top_k": 0},
     "everything selected": {"branching": (4, 2, 2), "tile": 8, "top_k": 80},
 }

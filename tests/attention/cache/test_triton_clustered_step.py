@@ -24,6 +24,7 @@ CASES = {
     "nothing": (SMALL | {"threshold": 1.0}, (1, 1, 16, 16)),
     "many heads": (SMALL | {"threshold": 0.05}, (37, 1, 16, 16)),
     "many heads of a list": (SMALL | {"threshold": 0.05, "share_lists": True}, (37, 1, 16, 16)),
+    "exact at first": (SMALL | {"threshold": 0.1, "exact_until": 128}, (4, 2, 16, 16)),
     "two nodes": ({"branching": (8, 8, 2), "tile": 64, "threshold": 0.03}, (2, 1, 16, 16)),
 }
 
@@ -91,8 +92,9 @@ def test_steps_equal_the_full_pass(case):
         text.step()
 
 
-def test_from_the_first_token():
-    text = Text([70], *CASES["threshold"])
+@pytest.mark.parametrize("name", ["threshold", "exact at first"])
+def test_from_the_first_token(name):
+    text = Text([70], *CASES[name])
     text.cache.append()
     text.close(text.attend(torch.tensor([0], device=DEVICE)), torch.tensor([0], device=DEVICE))
     for _ in range(69):

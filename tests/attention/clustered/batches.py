@@ -37,7 +37,7 @@ class Batch:
         lengths, queries: Number of keys and of queries of every sequence.
         causal, branching, tile: Arguments of the same name.
         rule: Arguments that say which groups are opened.
-        windows: Argument of the same name.
+        windows, exact_until: Arguments of the same name.
     """
 
     q: Tensor = field(repr=False)
@@ -50,10 +50,15 @@ class Batch:
     tile: int
     rule: dict[str, Any] = field(default_factory=dict)
     windows: bool = False
+    exact_until: int = 0
 
     @property
     def chunk(self) -> int:
         return self.branching[0] * self.branching[1] * self.branching[2]
+
+    def chunks(self, position: int) -> int:
+        """Return the number of chunks that a query sees as trees: at a position, or of all keys without causality."""
+        return position // self.chunk if position // self.chunk * self.chunk >= self.exact_until else 0
 
     @property
     def scale(self) -> float:
@@ -61,6 +66,7 @@ class Batch:
 
     def attend(self, **options: Any) -> Any:
         sizes = {"branching": self.branching, "tile": self.tile, "windows": self.windows}
+        sizes["exact_until"] = self.exact_until
         rule = {"scale": self.rule.get("scale")} if "selection" in options else self.rule
         options = {"query_lengths": self.queries, "causal": self.causal, **sizes, **rule, **options}
         return clustered_attention(self.q, self.k, self.v, self.lengths, **options)
@@ -69,7 +75,8 @@ class Batch:
         return cluster(self.k, self.v, self.lengths, windows=self.windows, branching=self.branching)
 
     def select(self, keys: ClusteredKeys, **options: Any) -> TileSelection:
-        options = {"query_lengths": self.queries, "causal": self.causal, "tile": self.tile, **self.rule, **options}
+        sizes = {"query_lengths": self.queries, "tile": self.tile, "exact_until": self.exact_until}
+        options = {"causal": self.causal, **sizes, **self.rule, **options}
         return select_groups(self.q, self.k, keys, self.lengths, **options)
 
     def sequences(self) -> list[tuple[slice, slice]]:
@@ -109,7 +116,8 @@ def random_batch(seed: int, *, own_queries: bool = False, longest: int = 26) -> 
     rule |= {"spread": random.choice([0.0, 1, 0.4]), "share_lists": random.random() < 0.5}
     rule |= {"scale": random.choice([None, 0.3])}
     q, k, v = rows_of(lengths, seed, queries=queries)
-    return Batch(q, k, v, lengths, queries, causal, branching, tile, rule, random.random() < 0.3)
+    windows, exact_until = random.random() < 0.3, random.choice([0, 0, chunk + 1, 2 * chunk])
+    return Batch(q, k, v, lengths, queries, causal, branching, tile, rule, windows, exact_until)
 
 
 def batches(**options: Any) -> st.SearchStrategy[Batch]:
@@ -127,7 +135,7 @@ def dense(batch: Batch, keys: ClusteredKeys, selection: TileSelection, pooled_bi
         q, k, v = batch.q[rows] * batch.scale, batch.k[columns], batch.v[columns]
         before = len(k) - len(q) if batch.causal else 0  # position of the first query that is left
         while len(q):
-            chunks = (before if batch.causal else len(k)) // batch.chunk
+            chunks = batch.chunks(before if batch.causal else len(k))
             size = min(batch.tile - before % batch.tile, len(q))
             for row in range(size):
                 end = before + row + 1 if batch.causal else len(k)

@@ -73,7 +73,7 @@ def pieces_of(batch: Batch, ends: list[list[int]], *, recent=None, backend: str 
         keys = piece.cluster()
         more = {}
         if recent is not None:
-            held = [recent(e - d // batch.chunk * batch.chunk, e) for d, e in zip(done, end, strict=True)]
+            held = [recent(e - batch.chunks(d) * batch.chunk, e) for d, e in zip(done, end, strict=True)]
             kept = torch.cat([torch.arange(f + e - n, f + e) for f, e, n in zip(first, end, held, strict=True)])
             piece = replace(piece, k=batch.k[kept], v=batch.v[kept])
             more = {"recent": held}

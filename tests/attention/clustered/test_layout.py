@@ -15,12 +15,13 @@ def layouts(draw):
     causal = draw(st.booleans())
     branching = draw(st.sampled_from(BRANCHINGS))
     chunk = branching[0] * branching[1] * branching[2]
-    shape = Shape(branching, draw(st.sampled_from([t for t in (1, 2, 4, 8) if not causal or t <= chunk])))
+    tile = draw(st.sampled_from([t for t in (1, 2, 4, 8) if not causal or t <= chunk]))
+    shape = Shape(branching, tile, draw(st.sampled_from([0, chunk + 1, 2 * chunk])))
     lengths = draw(st.lists(st.integers(1, 4 * chunk), min_size=1, max_size=4))
     queries = [draw(st.integers(0, n if causal else 9)) for n in lengths]
     recent = []
     for n, rows in zip(lengths, queries, strict=True):
-        first = (n - rows if causal else n) // chunk * chunk  # first key that is exact for the first query
+        first = shape.first_exact(n - rows if causal else n)  # for the first query
         recent.append(draw(st.integers(n - first if rows else 0, n)))
     capacity = draw(st.sampled_from([None, 5]))
     return layout_of(lengths, queries, recent, shape=shape, causal=causal, capacity=capacity)
@@ -45,7 +46,9 @@ def test_every_query_is_in_its_tile_and_sees_its_chunks(layout):
         seen.setdefault((sequence, position // layout.shape.tile), set()).add(tile)
         length = layout.lengths[sequence]
         assert layout.tile_sequence[tile] == sequence
-        visible = position // chunk if layout.causal else length // chunk
+        visible = (position if layout.causal else length) // chunk
+        if visible * chunk < layout.shape.exact_until:
+            visible = 0
         assert layout.tile_chunks[tile] == visible
         before = sum(n // chunk for n in layout.lengths[:sequence])
         assert layout.tile_chunk[tile] == (5 * sequence if layout.capacity else before)

@@ -43,6 +43,26 @@ def test_torch_equals_reference(batch, bias):
     close(batch.attend(pooled_bias=bias), slow[0])  # the default backend, without the log-sum-exp
 
 
+@given(batches(), biases)
+def test_values_as_wide_as_keys(batch, bias):
+    """PyTorch's flash attention then reads the exact keys."""
+    batch = replace(batch, v=batch.v[..., :DIM])
+    fast, slow = (batch.attend(pooled_bias=bias, return_lse=True, backend=b) for b in BACKENDS)
+    close(fast, slow)
+
+
+@given(batches())
+def test_the_first_tokens_attend_exactly(batch):
+    batch = replace(batch, exact_until=2 * batch.chunk, rule={"top_k": 0})
+    out, lse = batch.attend(return_lse=True)
+    for rows, columns in batch.sequences():
+        before = len(batch.k[columns]) - len(batch.q[rows])
+        exact = softmax_attention(batch.q[rows], batch.k[columns], batch.v[columns], batch.causal)
+        number = batch.exact_until - before if batch.causal else len(exact[0])
+        if batch.causal or len(batch.k[columns]) < batch.exact_until:
+            close((out[rows][: max(0, number)], lse[rows][: max(0, number)]), tuple(x[: max(0, number)] for x in exact))
+
+
 @settings(max_examples=15)
 @given(batches(longest=14), st.sampled_from([-1.3, -torch.inf, 0.0]))
 def test_gradients_of_torch_equal_those_of_the_reference(batch, bias):

@@ -36,6 +36,8 @@ CASES = {
     "all": ([700], None, (2, 2, 16, 16), {"causal": True, "threshold": 1e-30}),
     "windows": ([700], None, (2, 2, 16, 16), {"causal": True, "windows": True, "spread": 0.0, "tile": 32}),
     "no bias": ([700], [200], (2, 2, 16, 16), {"threshold": 1 / 16, "pooled_bias": float("-inf")}),
+    "exact at first": ([820, 40, 600], None, (4, 2, 16, 16), {"causal": True, "threshold": 0.1, "exact_until": 300}),
+    "exact if short": ([820, 300], [90, 70], (2, 1, 16, 16), {"threshold": 0.1, "exact_until": 512}),
     "chunks of 512": ([1100], [128], (2, 2, 16, 16), {"threshold": 1 / 16, "branching": (8, 8, 8)}),
 }
 

@@ -290,7 +290,7 @@ def test_biases_only_where_they_help(model, judge, monkeypatch):
 
 
 def test_biases_do_not_break_the_budget(model, judge, monkeypatch):
-    search = calibration._Search(model, judge, WAYS, None, None, lambda *_: None)
+    search = calibration._Search(model, judge, WAYS, None, None, None, lambda *_: None)
     plain = {0: CHEAP}
     measured = {"distance": 1.0, "kept": 0.99}
     nearer_but_worse = {"distance": 0.5, "kept": 0.9}

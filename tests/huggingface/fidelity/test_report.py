@@ -111,11 +111,12 @@ def test_remarks_on_budgets():
 def test_short_pieces_save_nothing():
     report, *_ = report_of({0: CLUSTERED, 1: CLUSTERED})
     nothing = [{**layer, "exact": 0.9 * layer["attention"]} for layer in report.layers]
-    short = replace(report, task="lm", layers=nothing, mean_length=256.0)
+    settings = {0: LayerSettings(exact_until=512), 1: LayerSettings(exact_until=256)}
+    short = replace(report, task="lm", layers=nothing, mean_length=256.0, settings=settings)
     assert short.summary.startswith(f"{short.examples} pieces of 256 tokens; 2 of 2 layers converted")
     assert short.remarks() == [
-        "Nothing is saved on pieces of 256 tokens: decoders attend exactly inside chunks of 256 tokens. Pass larger "
-        "--max-tokens."
+        "Nothing is saved on pieces of 256 tokens: the first 256 tokens attend exactly. Pass larger --max-tokens or smaller "
+        "--exact-until."
     ]
     assert "trees pay off on long texts" in replace(short, mean_length=257.0).remarks()[0]
     assert replace(report, task="lm").remarks() == []  # windows save operations on short pieces

@@ -1,7 +1,8 @@
 """`ClusteredCache`: the keys of clustered attention, to decode token by token.
 
 The chunk in progress keeps its keys in the order of time, and tokens attend to them exactly. When a chunk is complete, its
-keys are clustered per key/value head, in place, and pooled. Each token scores all groups of the complete chunks, adds the
+keys are clustered per key/value head, in place, and pooled; without kernels only once a token reads it through its tree,
+which the first `exact_until` tokens do not. Each token scores all groups of the complete chunks, adds the
 groups it wants to those that its tile has opened, and attends to the keys of open groups and to pooled nodes elsewhere.
 
 On a GPU, kernels do all of this without the host, which only counts tokens: a step can be captured as a CUDA graph.
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.cache.clustered_rows import Layer, Rows, Rule, arrivals_of, as_keys, in_time
+from hsa.attention.cache.clustered_rows import Layer, Rows, Rule, as_keys, in_time, rows_in_time, rows_of_new
 from hsa.attention.cache.clustered_step import attend_token
 from hsa.attention.cache.interface import AttendOptions, Cache, Counted, Memory, Storage
 from hsa.attention.cache.saved_state import check_lengths, check_tensors
@@ -65,7 +66,7 @@ class ClusteredCache(Cache):
 
     Args:
         layers, batch, kv_heads, head_dim, value_dim, dtype, device: See `Cache`.
-        branching, tile, threshold, top_k, spread, share_lists, windows: See `clustered_attention`.
+        branching, tile, exact_until, threshold, top_k, spread, share_lists, windows: See `clustered_attention`.
         max_length: Maximum number of tokens per sequence, allocated at once; by default the capacity grows as needed.
         backend: "auto", "triton" (CUDA; steps select by `threshold` only) or "torch".
         step_memory: Work memory of steps, to share with other caches, whose steps must not run at the same time.
@@ -91,6 +92,7 @@ class ClusteredCache(Cache):
         *,
         branching: Sequence[int] = BRANCHING,
         tile: int = TILE,
+        exact_until: int = 0,
         threshold: float | Sequence[float] | Tensor | None = None,
         top_k: int | None = None,
         spread: float = 1.0,
@@ -102,7 +104,7 @@ class ClusteredCache(Cache):
         **storage: Unpack[Storage],
     ):
         super().__init__(layers, batch, kv_heads, head_dim, max_length=max_length, **storage)
-        self.shape = Shape.of(branching, tile, causal=True)
+        self.shape = Shape.of(branching, tile, exact_until, causal=True)
         self.rule = Rule(*check_rule(threshold, top_k, spread), share_lists)
         self.windows = windows
         dims = head_dim, self.value_dim
@@ -127,6 +129,11 @@ class ClusteredCache(Cache):
             self._lengths = self._length.tolist()
             self._longest = max(self._lengths)
         return list(self._lengths)
+
+    def _clustered(self, length: int) -> int:
+        """Return the number of clustered chunks of a sequence. The kernels of a step cluster every complete chunk."""
+        is_exact = self._decode is None and length <= self.shape.exact_chunks * self.shape.chunk
+        return 0 if is_exact else length // self.shape.chunk
 
     @_without_autograd
     def _write_lengths(self, lengths: list[int]) -> None:
@@ -231,19 +238,20 @@ class ClusteredCache(Cache):
         if self._decode is not None and 0 < min(new) == max(new) <= min(FEW, self.shape.tile):
             few = [x.unflatten(0, (self.batch, new[0])) for x in (q, k, v)]
             return self._steps(stored, few[0], few[1], few[2], options).flatten(0, 1)
-        chunk = self.shape.chunk
-        recent_k, recent_v = self._recent(stored["k"], k), self._recent(stored["v"], v)
+        shape, each = self.shape, zip(new, self._lengths, self._before, strict=True)
+        recent_k, recent_v = self._recent(stored, "k", k), self._recent(stored, "v", v)
         self._store(stored, k, v)
-        keys = as_keys(stored, [n // chunk for n in self._lengths], self.shape)
+        keys = as_keys(stored, [n // shape.chunk for n in self._lengths], shape)
         tiles: dict[str, Any] = {
             "query_lengths": new,
-            "recent": [n and m - b // chunk * chunk for n, m, b in zip(new, self._lengths, self._before, strict=True)],
-            "tile": self.shape.tile,
+            "recent": [n and length - shape.first_exact(before) for n, length, before in each],
+            "tile": shape.tile,
+            "exact_until": shape.exact_until,
             "scale": scale,
             "backend": self.rows.backend,
         }
         lengths = [max(1, n) for n in self._lengths]  # a sequence without tokens has no queries either
-        opened = self.opened(layer) if any(n % self.shape.tile for n in self._before) else None
+        opened = self.opened(layer) if any(n % shape.tile for n in self._before) else None
         rest: dict[str, Any] = {"opened": opened, "rule": vars(self.rule), "pooled_bias": pooled_bias}
         out, selection = select_and_attend(q, recent_k, recent_v, keys, lengths, **rest, **tiles)
         self._record(stored, selection)
@@ -254,29 +262,44 @@ class ClusteredCache(Cache):
         first = self._stored[layer]["first"]
         return first.transpose(0, 1).flatten(2) != NEVER if len(first) else None
 
-    def _recent(self, stored: Tensor, new: Tensor) -> Tensor:
-        """Return the keys or values of the chunks in progress, each followed by the new ones of its sequence."""
+    def _recent(self, stored: Layer, name: str, new: Tensor) -> Tensor:
+        """Return the stored keys or values that new tokens see exactly, each followed by the new ones of its sequence."""
         if not any(self._before):
             return new
-        parts, start = [], 0
+        parts, start, chunk = [], 0, self.shape.chunk
         for i, (before, length) in enumerate(zip(self._before, self._lengths, strict=True)):
-            number, size = divmod(before, self.shape.chunk)
             if length > before:
-                parts += [stored[:, i, number, :size].transpose(0, 1)] if size else []
-                parts.append(new[start : start + length - before])
+                first = self.shape.first_exact(before)
+                rows = self._rows(stored, name, i, first // chunk, -(-before // chunk))
+                parts += [rows[: before - first], new[start : start + length - before]]
                 start += length - before
         return torch.cat(parts)
 
+    def _rows(self, stored: Layer, name: str, sequence: int, begin: int, end: int) -> Tensor:
+        """Return the keys or values of some chunks of a sequence in the order of time, `[rows, kv_heads, dim]`."""
+        rows = stored[name][:, sequence, begin:end, : self.shape.chunk]
+        clustered = [(sequence, n) for n in range(begin, min(end, self._clustered(self._before[sequence])))]
+        if clustered:
+            rows = rows.clone()
+            rows[:, : len(clustered)] = rows_in_time(stored, name, clustered, self.shape.chunk)
+        return rows.flatten(1, 2).transpose(0, 1)
+
     def _store(self, stored: Layer, k: Tensor, v: Tensor, keys: ClusteredKeys | None = None) -> None:
         """Write packed new tokens, and cluster the chunks that they complete."""
-        arrivals = arrivals_of(tuple(self._before), tuple(self._lengths), self.shape, self._capacity, self.device)
-        stored["k"].flatten(1, 3).index_copy_(1, arrivals.rows, k.transpose(0, 1))
-        stored["v"].flatten(1, 3).index_copy_(1, arrivals.rows, v.transpose(0, 1))
-        completed = arrivals.completed
-        if completed and keys is not None:
+        before, now = tuple(self._before), tuple(self._lengths)
+        rows = rows_of_new(before, now, self.shape, self._capacity, self.device)
+        stored["k"].flatten(1, 3).index_copy_(1, rows, k.transpose(0, 1))
+        stored["v"].flatten(1, 3).index_copy_(1, rows, v.transpose(0, 1))
+        completed = self._completed(before, now)
+        if keys is not None and keys.num_chunks == len(completed):
             self.rows.write_chunks(stored, keys, completed)
         elif completed:
             self.rows.close_chunks(stored, completed)
+
+    def _completed(self, before: Sequence[int], now: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Return the sequence and number of the chunks to cluster when sequences grow to these lengths."""
+        lengths = enumerate(zip(before, now, strict=True))
+        return tuple((i, c) for i, (m, n) in lengths for c in range(self._clustered(m), self._clustered(n)))
 
     def _record(self, stored: Layer, selection: TileSelection) -> None:
         """Keep which queries of the last two tiles opened groups."""
@@ -338,13 +361,18 @@ class ClusteredCache(Cache):
         at = slice(None), torch.arange(self.batch, device=self.device), position // chunk, position % chunk
         stored["k"][at] = k.transpose(0, 1)
         stored["v"][at] = v.transpose(0, 1)
-        completed = [(i, n // chunk) for i, n in enumerate(before) if (n + 1) % chunk == 0]
+        completed = self._completed(before, [n + 1 for n in before])
+        needed = [(i, c) for i, c in completed if c < before[i] // chunk]  # by these tokens
         with without_autocast(q):
+            self._close(stored, needed, options.counted)
             out = attend_token(stored, q, position, max(before) // chunk, self.shape, self.rule, options).to(q.dtype)
-            if completed:
-                self.rows.close_chunks(stored, completed)
-                self._count_clustering(len(completed), options.counted)
+            self._close(stored, [chunk for chunk in completed if chunk not in needed], options.counted)
         return out
+
+    def _close(self, stored: Layer, chunks: Sequence[tuple[int, int]], counted: Counted | None) -> None:
+        if chunks:
+            self.rows.close_chunks(stored, chunks)
+            self._count_clustering(len(chunks), counted)
 
     def _steps(self, stored: Layer, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         with available.device_of(q):
@@ -381,18 +409,14 @@ class ClusteredCache(Cache):
         crop to the tile before, those of an even earlier one): the rest of the tile starts with the first group alone.
         """
         wanted, have, shape = self._check_shorter(lengths), self.lengths, self.shape
-        reopened = [
-            (i, n // shape.chunk)
-            for i, (n, m) in enumerate(zip(wanted, have, strict=True))
-            if n // shape.chunk < m // shape.chunk and n % shape.chunk
-        ]
+        reopened = [(i, c) for i, c in self._completed(wanted, have) if c * shape.chunk < wanted[i]]
         now, then = (torch.tensor(x, device=self.device)[:, None, None] for x in (wanted, have))
         row, tiles = (
             (now - 1) % shape.tile,
             (then - 1) // shape.tile - (now - 1) // shape.tile,
         )  # tiles that are removed
         for stored in self._stored:
-            if reopened and not self.windows:
+            if reopened:
                 in_time(stored, "k", reopened, shape.chunk)
                 in_time(stored, "v", reopened, shape.chunk)
             first, before = stored["first"], stored["before"]
@@ -407,11 +431,11 @@ class ClusteredCache(Cache):
         stored, lengths, chunk = self._stored[layer], self.lengths, self.shape.chunk
         slots = torch.arange(self._capacity * chunk, device=self.device)
         exists = slots < torch.tensor(lengths, device=self.device)[:, None]
-        complete = [(i, number) for i, n in enumerate(lengths) for number in range(n // chunk)]
+        complete = self._completed([0] * self.batch, lengths)
 
         def packed(name: str) -> Tensor:
             copy = {**stored, name: stored[name].clone()}
-            if complete and not self.windows:
+            if complete:
                 in_time(copy, name, complete, chunk)
             return copy[name][:, :, :, :chunk].flatten(2, 3).permute(1, 2, 0, 3)[exists]
 
@@ -422,7 +446,15 @@ class ClusteredCache(Cache):
     def state_dict(self) -> dict[str, Any]:
         self._check_complete()
         layers = [{name: x.clone() for name, x in stored.items()} for stored in self._stored]
+        if waiting := self._waiting():
+            for layer in layers:
+                self.rows.close_chunks(layer, waiting)
         return {"settings": self._settings(), "lengths": self.lengths, "layers": layers}
+
+    def _waiting(self) -> list[tuple[int, int]]:
+        """Return the sequence and number of the complete chunks that are not clustered. In saved states all of them are."""
+        each = enumerate(self.lengths)
+        return [(i, c) for i, n in each for c in range(self._clustered(n), n // self.shape.chunk)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._check_state(state, {})
@@ -440,6 +472,10 @@ class ClusteredCache(Cache):
         most = self._most(sizes["chunks"] * self.shape.chunk)
         self._lengths = check_lengths(state.get("lengths"), sizes["sequences"], most)
         self._stored = [self._loaded_layer(layer) for layer in layers]
+        if waiting := self._waiting():
+            for stored in self._stored:
+                in_time(stored, "k", waiting, self.shape.chunk)
+                in_time(stored, "v", waiting, self.shape.chunk)
         self._loaded(self._lengths)
         self._set_lengths(self._lengths)
 
@@ -508,7 +544,7 @@ class ClusteredCache(Cache):
         shape, lengths = self.shape, self._lengths
         if opened is None:
             for i, n in enumerate(lengths):
-                if n % shape.tile and n > shape.chunk:
+                if n % shape.tile and shape.first_exact(n):
                     raise InvalidInput(
                         "opened",
                         problem=f"prompt {i} of {n:,} tokens ends inside a tile of {shape.tile}",

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -148,34 +148,17 @@ class Rows:
         return stacked.to(dtype).view(*pages.shape[:-2], self.shape.branching[2], *stacked.shape[2:])
 
 
-class Arrivals(NamedTuple):
-    """Rows of new tokens, and the chunks that they complete.
-
-    Attributes:
-        rows: `[tokens]` row of each new key among the pages of all sequences.
-        completed: Sequence and number of the chunks that the tokens complete.
-    """
-
-    rows: Tensor
-    completed: tuple[tuple[int, int], ...]
-
-
 @lru_cache(maxsize=4)  # all layers of a model need the same
-def arrivals_of(
+def rows_of_new(
     before: tuple[int, ...], lengths: tuple[int, ...], shape: Shape, capacity: int, device: torch.device
-) -> Arrivals:
-    """Return the rows of the tokens with which sequences grow to these lengths."""
+) -> Tensor:
+    """Return `[tokens]` the rows, among the pages of all sequences, of the tokens with which sequences grow."""
     chunk, new = shape.chunk, np.subtract(lengths, before)
     sequence = np.repeat(np.arange(len(new)), new)
     slot = np.arange(len(sequence)) + np.repeat(np.array(before) - np.cumsum(new) + new, new)
     rows = (sequence * capacity + slot // chunk) * shape.page + slot % chunk
-    completed = (
-        (i, number)
-        for i, (first, last) in enumerate(zip(before, lengths, strict=True))
-        for number in range(first // chunk, last // chunk)
-    )
     with lasting():
-        return Arrivals(torch.from_numpy(rows).to(device), tuple(completed))
+        return torch.from_numpy(rows).to(device)
 
 
 @lru_cache(maxsize=4)
@@ -198,10 +181,16 @@ def chunk_index(chunks: Sequence[tuple[int, int]], device: torch.device) -> tupl
     return slice(None), sequence, number
 
 
+def rows_in_time(layer: Layer, name: str, chunks: Sequence[tuple[int, int]], size: int) -> Tensor:
+    """Return the keys or values of complete chunks of this size in the order of time, `[heads, chunks, size, dim]`."""
+    at = chunk_index(chunks, layer[name].device)
+    rows = layer[name][at][:, :, :size]
+    if "time" not in layer:
+        return rows
+    return torch.empty_like(rows).scatter_(2, layer["time"][at].long()[..., None].expand_as(rows), rows)
+
+
 def in_time(layer: Layer, name: str, chunks: Sequence[tuple[int, int]], size: int) -> None:
     """Bring the keys or values of complete chunks of this size back into the order of time."""
-    at = chunk_index(chunks, layer[name].device)
-    pages, time = layer[name][at], layer["time"][at].long()
-    rows = pages[:, :, :size]
-    pages[:, :, :size] = torch.empty_like(rows).scatter_(2, time[..., None].expand_as(rows), rows)
-    layer[name][at] = pages
+    sequence, number = chunk_index(chunks, layer[name].device)[1:]
+    layer[name][:, sequence, number, :size] = rows_in_time(layer, name, chunks, size)

@@ -32,6 +32,8 @@ def attend_token(
     heads, kv_heads, dtype = q.shape[1], len(layer["k"]), torch.promote_types(q.dtype, torch.float32)
     q = (q.to(dtype) * options.scale).unflatten(1, (kv_heads, -1))  # [batch, kv_heads, share, dim]
     own, row = position // shape.chunk, position % shape.tile
+    if chunks < shape.exact_chunks:
+        return _attend_exactly(layer, q, position, chunks + 1, shape, options)
     near = slice(None), torch.arange(len(q), device=q.device), own, slice(shape.chunk)
     hidden = torch.arange(shape.chunk, device=q.device) > (position % shape.chunk)[:, None, None, None]
     # Logits [batch, kv_heads, lists, queries per list, n] and values [batch, kv_heads, lists or 1, n, value_dim], by kind.
@@ -43,11 +45,12 @@ def attend_token(
     layer["first"] = layer["first"].masked_fill(starts, NEVER)
     if chunks:
         sees = torch.arange(chunks, device=q.device) < own[:, None]  # [batch, chunks]
+        is_exact = own < shape.exact_chunks  # all groups are open
         of_pages = _scores(q, layer["k"], chunks, slice(shape.chunk, None)).split(shape.rows[1:], -1)
         pooled = [scores.flatten(3) for scores in of_pages]
         for scores, size in zip(pooled, (shape.group, shape.node, shape.chunk), strict=True):
             scores.add_(math.log(size)).masked_fill_(~_per_row(sees, scores), -math.inf)
-        wanted = _wanted(layer, q, exact, pooled, chunks, shape, rule)
+        wanted = _wanted(layer, q, exact, pooled, chunks, shape, rule) | is_exact[:, None, None, None]
         is_open = _open(layer, wanted, sees, row, rule)
         # The largest nodes without an open group.
         active, exists = _listed(torch.cat(_active(is_open, shape, sees), -1))
@@ -72,6 +75,19 @@ def attend_token(
     out = sum(weights @ v.to(dtype) for weights, v in zip(parts, values, strict=True))
     assert isinstance(out, Tensor)
     return out.flatten(1, 3)
+
+
+def _attend_exactly(
+    layer: Layer, q: Tensor, position: Tensor, chunks: int, shape: Shape, options: AttendOptions
+) -> Tensor:
+    """Return the exact attention of new tokens `[batch, kv_heads, share, dim]` to the keys of these chunks."""
+    logits = _scores(q, layer["k"], chunks, slice(shape.chunk)).flatten(3)
+    hidden = torch.arange(logits.shape[-1], device=q.device) > position[:, None, None, None]
+    weights = logits.masked_fill_(hidden, -math.inf).softmax(-1).unflatten(3, (chunks, shape.chunk))
+    if options.counted is not None:
+        options.counted.entries += int((~hidden).sum()) * q.shape[1] * q.shape[2]
+    values = layer["v"][:, :, :chunks, : shape.chunk].to(q.dtype)
+    return torch.einsum("bhscr,hbcrd->bhsd", weights, values).flatten(1, 2)
 
 
 def _scores(q: Tensor, pages: Tensor, chunks: int, rows: slice) -> Tensor:
@@ -162,8 +178,8 @@ def _gather(pages: Tensor, rows: Tensor, shape: Shape) -> Tensor:
 
 
 def _count(counted: Counted, logits: Tensor, position: Tensor, shape: Shape, rule: Rule) -> None:
-    """Add the entries that the tokens attend to, and the pooled rows that they score."""
+    """Add the entries that the tokens attend to, and the pooled rows that they must score."""
     counted.entries += int((logits > -math.inf).sum())
-    chunks = int((position // shape.chunk).sum())
+    chunks = position // shape.chunk
     rows = shape.groups * (2 if rule.spread else 1) + (shape.rows[2] if rule.threshold is not None else 0)
-    counted.scored += chunks * rows * logits[0, ..., 0].numel()
+    counted.scored += int(chunks[chunks >= shape.exact_chunks].sum()) * rows * logits[0, ..., 0].numel()

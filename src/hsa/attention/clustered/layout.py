@@ -6,6 +6,8 @@ queries of a tile see the same complete chunks through their trees, and further 
 
 - causal: the chunks before the tile's own chunk, and exactly the keys of that chunk up to the query;
 - otherwise: all complete chunks, and exactly the keys after the last of them.
+
+Tiles that would see fewer keys through trees than `Shape.exact_until` see all of their keys exactly.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Shape:
 
     branching: tuple[int, int, int] = BRANCHING
     tile: int = TILE
+    exact_until: int = 0
 
     @property
     def group(self) -> int:
@@ -78,8 +81,18 @@ class Shape:
         """Number of rows of a chunk: its keys, then the means of its groups, its nodes and all of its keys."""
         return sum(self.rows)
 
+    @property
+    def exact_chunks(self) -> int:
+        """Number of chunks below which a tile sees all of its keys exactly."""
+        return -(-self.exact_until // self.chunk)
+
+    def first_exact(self, position: int) -> int:
+        """Return the first key that a causal query at this position sees exactly."""
+        chunks = position // self.chunk
+        return 0 if chunks < self.exact_chunks else chunks * self.chunk
+
     @classmethod
-    def of(cls, branching: Any = BRANCHING, tile: Any = TILE, *, causal: bool) -> Shape:
+    def of(cls, branching: Any = BRANCHING, tile: Any = TILE, exact_until: Any = 0, *, causal: bool) -> Shape:
         """Check the sizes and return them as a shape."""
         given = tuple(branching) if isinstance(branching, Sequence) and not isinstance(branching, str) else ()
         if len(given) != 3:
@@ -89,7 +102,8 @@ class Shape:
                 got=repr(branching),
             )
         sizes = tuple(_power_of_2(f"branching[{i}]", b, 1 if i else 2, 256) for i, b in enumerate(given))
-        shape = cls(sizes, _power_of_2("tile", tile, 1, WIDEST_TILE))  # type: ignore[arg-type]
+        first = check_count("exact_until", exact_until, "a number of tokens, 0 or more")
+        shape = cls(sizes, _power_of_2("tile", tile, 1, WIDEST_TILE), first)  # type: ignore[arg-type]
         if shape.chunk > 4096:
             raise InvalidInput(
                 "branching", expected="chunks of at most 4,096 keys", got=f"{sizes}: {shape.chunk:,} keys"
@@ -262,6 +276,7 @@ def _build(
     number = np.arange(len(sequence)) - np.repeat(np.cumsum(tiles) - tiles, tiles) + first_tile[sequence]
     position = np.maximum(number * tile, before[sequence])  # of the first query of the tile
     visible = number * tile // chunk if causal else (keys // chunk)[sequence]
+    visible = np.where(visible < shape.exact_chunks, 0, visible)
     hidden = (keys - held)[sequence]  # keys that k and v do not hold
     exact = visible * chunk
     short = np.flatnonzero(exact < hidden)
@@ -270,7 +285,7 @@ def _build(
         need = int(keys[s] - exact[short[0]])
         raise InvalidInput(
             f"recent[{s}]",
-            expected=f"at least {need} keys, those from the chunk of the first query on",
+            expected=f"at least {need} keys, those that the first query sees exactly",
             got=int(held[s]),
         )
     end = np.where(causal, position + 1, keys[sequence])

@@ -128,6 +128,7 @@ def select_groups(
     share_lists: bool = False,
     opened: Tensor | None = None,
     tile: int = TILE,
+    exact_until: int = 0,
     scale: float | None = None,
     backend: str = "auto",
 ) -> TileSelection:
@@ -142,7 +143,7 @@ def select_groups(
     """
     _check_are_keys(keys)
     _check_causal(causal)
-    shape = Shape.of(keys.shape.branching, tile, causal=causal)
+    shape = Shape.of(keys.shape.branching, tile, exact_until, causal=causal)
     layout = layout_of(lengths, query_lengths, recent, shape=shape, causal=causal, capacity=keys.capacity)
     _check({"q": q, "k": k}, layout)
     check_keys(keys, layout, k, None)
@@ -193,7 +194,8 @@ def select_and_attend(
         and pooled_bias == 0
         and not available.why_not(q, v, tiles["backend"])
     ):
-        options = (*rule.values(), tiles["tile"], tiles["scale"], tiles["backend"], keys.capacity, keys.order is None)
+        shared = (tiles["tile"], tiles["exact_until"], tiles["scale"], tiles["backend"])
+        options = (*rule.values(), *shared, keys.capacity, keys.order is None)
         key = repeat_key(q, k, v, lengths, tiles["query_lengths"], options)
     if key is not None:
         key = key, repeat.layout_of(*tensors[3:]), keys.shape, keys.chunks, tuple(tiles["recent"])
@@ -240,6 +242,7 @@ def clustered_attention(
     windows: bool = False,
     branching: Sequence[int] | None = None,
     tile: int = TILE,
+    exact_until: int = 0,
     keys: ClusteredKeys | None = None,
     opened: Tensor | None = None,
     selection: TileSelection | None = None,
@@ -271,7 +274,7 @@ def clustered_attention(
         query_lengths: Number of queries of every sequence, by default one per key. In causal attention the queries are the
             last tokens of their sequence.
         recent: Number of keys of every sequence that k and v hold, the last ones, if `keys` holds the others. At least
-            those from the chunk of the first query on.
+            those that the first query sees exactly.
         causal: Whether queries see nothing later than themselves.
         threshold: Share of a query's attention from which it wants a group, or one per query head; smaller is more exact.
             1/256 by default.
@@ -281,6 +284,8 @@ def clustered_attention(
         windows: Whether groups are windows of consecutive keys instead of clusters.
         branching: Keys per group, groups per node, nodes per chunk: powers of two. (8, 8, 4) by default.
         tile: Number of consecutive queries per tile: a power of two.
+        exact_until: Number of tokens up to which attention is exact, in whole chunks: in causal attention that of the
+            first queries of a sequence, otherwise that of sequences with fewer keys in complete chunks.
         keys: Result of `cluster` for these keys, to use it several times.
         opened: `TileSelection.opened()` of the preceding queries, if the first query is not the first of its tile.
         selection: Result of `select_groups`, in place of `threshold`, `top_k`, `spread`, `share_lists` and `opened`.
@@ -306,7 +311,8 @@ def clustered_attention(
     if all(x is None for x in (keys, selection, opened, recent, branching)) and dropout_p == 0:
         if threshold is not None and not isinstance(threshold, (int, float)):
             threshold = check_threshold(threshold)  # a tuple, by which calls can be recognised
-        options = (causal, threshold, top_k, spread, share_lists, windows, tile, pooled_bias, scale, backend)
+        rule = (threshold, top_k, spread, share_lists, windows, tile, exact_until)
+        options = (causal, *rule, pooled_bias, scale, backend)
         key = repeat_key(q, k, v, lengths, query_lengths, options)
         if key is not None and (results := repeated(key, q, k, v)) is not None:
             return (results[0], results[1]) if return_lse else results[0]
@@ -319,7 +325,8 @@ def clustered_attention(
             raise InvalidInput("k", expected="a tensor [keys, heads, head_dim]", got=type(k).__name__)
         lengths = [len(k)]
     branching = _branching(branching, keys, windows)
-    shape, capacity = Shape.of(branching, tile, causal=causal), None if keys is None else keys.capacity
+    shape = Shape.of(branching, tile, exact_until, causal=causal)
+    capacity = None if keys is None else keys.capacity
     layout = layout_of(lengths, query_lengths, recent, shape=shape, causal=causal, capacity=capacity)
     if keys is None and layout.recent != layout.lengths:
         raise InvalidInput(

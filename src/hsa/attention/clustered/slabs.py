@@ -162,7 +162,7 @@ def key_blocks(layout: Layout, device: torch.device) -> Tensor:
     Columns: first row of k, number of rows, page of the chunk or −1 if it is not complete, index of the first row in the
     chunk, first tile of the layout that sees it exactly, number of such tiles.
     """
-    chunk, tile = layout.shape.chunk, layout.shape.tile
+    chunk, tile, exact_chunks = layout.shape.chunk, layout.shape.tile, layout.shape.exact_chunks
     blocks, row, first_tile = [], 0, 0
     for s, (keys, held, queries) in enumerate(zip(layout.lengths, layout.recent, layout.queries, strict=True)):
         tiles = int((layout.tile_sequence == s).sum())
@@ -172,12 +172,14 @@ def key_blocks(layout: Layout, device: torch.device) -> Tensor:
         begin, end = begin[begin < end], end[begin < end]
         number = begin // chunk
         is_complete = number < layout.chunk_counts[s]
-        if layout.causal:  # tiles from that of the first key to the end of the chunk
+        if layout.causal:  # tiles from that of the first key to the end of the chunk, or of the tiles that see all keys
             before = (keys - queries) // tile  # number of tiles before the first one
             low = np.clip(begin // tile - before, 0, tiles)
-            high = np.clip(-(-np.minimum((number + 1) * chunk, keys) // tile) - before, 0, tiles)
+            last = np.where(number < exact_chunks, exact_chunks, number + 1) * chunk
+            high = np.clip(-(-np.minimum(last, keys) // tile) - before, 0, tiles)
         else:
-            low, high = np.zeros_like(begin), np.where(is_complete, 0, tiles)
+            is_pooled = is_complete & (layout.chunk_counts[s] >= exact_chunks)
+            low, high = np.zeros_like(begin), np.where(is_pooled, 0, tiles)
         page = np.where(is_complete, layout.starts[s] + number, -1)
         columns = [row + begin - (keys - held), end - begin, page, begin % chunk, first_tile + low, high - low]
         blocks.append(np.stack(columns, 1))

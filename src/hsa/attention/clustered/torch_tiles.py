@@ -263,6 +263,8 @@ def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor,
 
 def _attend_exact(call: ClusteredCall, block: Block) -> tuple[Tensor, Tensor]:
     """Attend to the exact keys from a block of tiles: `[queries, heads, value_dim]` and `[queries, heads]`."""
+    if _is_triangle(call, block):
+        return _attend_triangle(call, block)
     q, layout = _queries(call.q, call.scale, block), call.layout
     if not (spans := _spans(block, layout)):
         number = block.tiles * block.queries
@@ -274,6 +276,23 @@ def _attend_exact(call: ClusteredCall, block: Block) -> tuple[Tensor, Tensor]:
         sums.append(lse.view(len(q), -1))
         outs.append(out.view(*sums[-1].shape, values.shape[2]))
     return torch.cat(outs, 1).transpose(0, 1), torch.cat(sums, 1).T
+
+
+def _is_triangle(call: ClusteredCall, block: Block) -> bool:
+    """Return whether the queries of a block are as many as its exact keys, so that PyTorch's flash kernel can attend."""
+    fits = call.layout.causal and block.end == block.exact + 1 and call.q.shape[2] == call.v.shape[2]
+    return fits and call.q.device.type == "cpu" and not call.needs_gradient and not call.dropout_p
+
+
+def _attend_triangle(call: ClusteredCall, block: Block) -> tuple[Tensor, Tensor]:
+    """Attend from each query of a block to the exact keys up to its own."""
+    keys = slice(block.exact, block.exact + block.tiles * block.queries)
+    wide = torch.promote_types(call.q.dtype, torch.float32)
+    q, k, v = (x.to(wide).transpose(0, 1)[None] for x in (call.q[block.rows], call.k[keys], call.v[keys]))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # unlike the public function, returns sums
+    out, lse = flash(q, k, v, is_causal=True, scale=call.scale)
+    return out[0].transpose(0, 1), lse[0].T * LOG2_E
 
 
 def _attend_lists(

@@ -186,6 +186,7 @@ def calibrate(
     *,
     candidates: Sequence[LayerSettings] | None = None,
     every_layer: bool = False,
+    exact_until: int | None = None,
     tokenizer: Any = None,
     folder: Path | None = None,
     watch: Callable[[str, int, int], None] | None = None,
@@ -203,6 +204,7 @@ def calibrate(
         candidates: Settings to try in each layer, with larger thresholds before smaller ones. Default: `CANDIDATES`, or
             `CAUSAL_CANDIDATES` for a decoder.
         every_layer: Whether to convert every layer.
+        exact_until: Number of tokens up to which the candidates for a decoder attend exactly; see `convert`.
         tokenizer: Tokenizer of the model, if a candidate needs it.
         folder: Folder for measurements, from which an interrupted search resumes.
         watch: Function called with the stage, the steps done and the number of steps.
@@ -219,7 +221,9 @@ def calibrate(
     budget = Budget.parse(budget) if isinstance(budget, str) else budget
     try:
         return _calibrate(
-            _Search(model, judge, candidates, tokenizer, folder, watch or (lambda *_: None)), budget, every_layer
+            _Search(model, judge, candidates, exact_until, tokenizer, folder, watch or (lambda *_: None)),
+            budget,
+            every_layer,
         )
     finally:
         revert(model)
@@ -246,6 +250,7 @@ class _Search:
         model: Any,
         judge: Judge,
         candidates: Sequence[LayerSettings] | None,
+        exact_until: int | None,
         tokenizer: Any,
         folder: Path | None,
         watch: Callable[[str, int, int], None],
@@ -254,9 +259,13 @@ class _Search:
         self.model = model
         self.judge = judge
         modules = attention_layers(model)
+        causal = any(map(is_causal, modules))
         if candidates is None:
-            candidates = CAUSAL_CANDIDATES if any(map(is_causal, modules)) else CANDIDATES
-        self.candidates = tuple(candidates)
+            candidates = CAUSAL_CANDIDATES if causal else CANDIDATES
+        self.candidates, self.all_open = tuple(candidates), replace(ALL_OPEN, exact_until=exact_until)
+        if exact_until is not None:
+            in_tiles = (replace(c, exact_until=exact_until) if c.uses_tiles(causal) else c for c in candidates)
+            self.candidates = tuple(in_tiles)
         self.tokenizer = tokenizer
         self.watch = watch
         self.layers = [n for n, module in enumerate(modules) if why_not_convert(module) is None]
@@ -333,7 +342,7 @@ class _Search:
             return self.measure(settings)
 
         for number in self.layers:
-            noise = measure({number: ALL_OPEN})["distance"] if noisy else 0.0
+            noise = measure({number: self.all_open})["distance"] if noisy else 0.0
             costly: LayerSettings | None = None
             for index, candidate in enumerate(self.candidates):
                 if costly is not None and _only_opens_more(candidate, costly):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -11,12 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hsa.attention.clustered.layout import BRANCHING
 from hsa.errors import InvalidInput
 from hsa.huggingface.fidelity.examples import Examples
 
-CHUNK = math.prod(BRANCHING)
-"""Number of tokens of a chunk, inside which converted decoders attend exactly."""
 _CHARACTERS = 8
 """Number of characters per token that nearly all texts stay below, to tokenize no more of a text than is needed."""
 

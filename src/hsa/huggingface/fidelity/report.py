@@ -11,7 +11,6 @@ from hsa.analysis.tables import markdown_table
 from hsa.files import write_json, write_text
 from hsa.huggingface.fidelity.calibrate import Budget, Calibration
 from hsa.huggingface.fidelity.judge import Answers, Judge
-from hsa.huggingface.fidelity.pieces import CHUNK
 from hsa.huggingface.fidelity.plots import PARTS, plot_frontier, plot_operations, plot_sensitivity, plot_timing
 from hsa.huggingface.fidelity.timing import Timed
 from hsa.huggingface.settings import LayerSettings
@@ -164,16 +163,13 @@ class Report:
     def remarks(self) -> list[str]:
         """List remarks on results that could be overlooked."""
         remarks = []
-        if self.ratio < 1.05 and self.task == "lm" and self.mean_length <= CHUNK:
-            remarks.append(
-                f"Nothing is saved on {self._lengths}: decoders attend exactly inside chunks of {CHUNK} tokens. "
-                "Pass larger --max-tokens."
-            )
-        elif self.settings and self.ratio < 1.05:
-            remarks.append(
-                f"Nothing is saved on {self._lengths}: trees pay off on long texts. "
-                "Convert the model for longer inputs, or use it without conversion."
-            )
+        if self.settings and self.ratio < 1.05:
+            every = self.settings.values() if self.task == "lm" else ()
+            exact = min((settings.exact_length(causal=True) for settings in every), default=0)
+            why = "trees pay off on long texts. Convert the model for longer inputs, or use it without conversion."
+            if self.mean_length <= exact:
+                why = f"the first {exact:,} tokens attend exactly. Pass larger --max-tokens or smaller --exact-until."
+            remarks.append(f"Nothing is saved on {self._lengths}: {why}")
         slower = [row for row in self.timed if row.times_faster < 1]
         if slower:
             remarks.append(
@@ -227,6 +223,7 @@ def describe(settings: LayerSettings) -> str:
     words += [f"near {settings.near}"] if settings.near else []
     words += [f"threshold {_shares(settings.threshold)}"] if settings.threshold is not None else []
     words += [f"top_k {settings.top_k}"] if settings.top_k is not None else []
+    words += [f"exact until {settings.exact_until:,}"] if settings.exact_until is not None else []
     biased = any(settings.pooled_bias) if isinstance(settings.pooled_bias, tuple) else settings.pooled_bias
     return ", ".join([*words, "biased"] if biased else words)
 

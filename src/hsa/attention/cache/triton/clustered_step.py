@@ -227,6 +227,7 @@ def attend(
     BIASED: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, SCORERS: tl.constexpr, SPLITS: tl.constexpr,
     PADDED: tl.constexpr, MERGED: tl.constexpr, PARTS: tl.constexpr, PER_HEAD: tl.constexpr,
+    EXACT_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Open the groups of some chunks that the tokens want, and attend to the rows of these chunks.
 
@@ -273,7 +274,8 @@ def attend(
         x_wanting = tl.load(of_wanting[:, None] + column[None, :], mask=wants[:, None], other=0.0)
         first_page = (kv_head * batch + sequence).to(tl.int64) * capacity
         bound -= relative_to(x_wanting, k_pages + ((first_page + 1) * (CHUNK + GROUPS + NODES + 1) - 1) * DIM, DIM)
-    bound = tl.where(wants, bound * UNIT, float("inf"))
+    bound = tl.where(visible < EXACT_CHUNKS, float("-inf"), bound * UNIT)  # at first, all groups are open
+    bound = tl.where(wants, bound, float("inf"))
     estimated += ((of_head.to(tl.int64) * batch + sequence) * tokens + of_token)[:, None] * (capacity * GROUPS)
     since = position % TILE + tl.arange(0, TOKENS) - from_token  # rows of the tokens in their tile
     listed = tl.arange(0, LISTS)
@@ -535,6 +537,7 @@ def launches(step: Step) -> tuple[Launches, ...]:
         "PADDED": _power_of_2(step.scorers + 1),
         "MERGED": max(1, min(step.splits, MERGED // (queries * padded(step.value_dim)))),
         "PER_HEAD": step.per_head,
+        "EXACT_CHUNKS": shape.exact_chunks,
     }
     sizes = (step.batch, step.capacity, step.heads, step.kv_heads, step.tokens, *step.strides)
     key = step.dtype, step.scores, compiled_for(*sizes), step.is_aligned
