@@ -52,7 +52,7 @@ def test_generation_token_by_token_equals_the_whole_pass(way, family):
     written = model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options)
     assert torch.equal(written.sequences, whole)
     torch.testing.assert_close(written.logits[-1], logits[-1].float())  # generate rounds them
-    assert not torch.equal(revert(model).generate(ids, attention_mask=mask, **options), whole)
+    assert (stepwise(revert(model), ids, mask, 20)[1] - logits).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("layers", [[1], [0, 1]])

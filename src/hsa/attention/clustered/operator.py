@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -204,6 +204,10 @@ def select_and_attend(
             return out, TileSelection(first, layout, lists, keys)
 
     def run() -> tuple[Tensor, TileSelection]:
+        call = _call(q, k, v, lengths, keys=keys, opened=opened, pooled_bias=pooled_bias, **rule, **tiles)
+        if choose("clustered_attention", ATTEND, call.backend, call).name == "torch":  # reads the exact keys once
+            with without_autocast(q):
+                return torch_tiles.select_and_attend(call)
         selection = select_groups(q, k, keys, lengths, opened=opened, causal=True, **rule, **tiles)
         out = clustered_attention(
             q, k, v, lengths, keys=keys, selection=selection, pooled_bias=pooled_bias, causal=True, **tiles
@@ -316,6 +320,64 @@ def clustered_attention(
         key = repeat_key(q, k, v, lengths, query_lengths, options)
         if key is not None and (results := repeated(key, q, k, v)) is not None:
             return (results[0], results[1]) if return_lse else results[0]
+    call = _call(
+        q,
+        k,
+        v,
+        lengths,
+        query_lengths=query_lengths,
+        recent=recent,
+        causal=causal,
+        threshold=threshold,
+        top_k=top_k,
+        spread=spread,
+        share_lists=share_lists,
+        windows=windows,
+        branching=branching,
+        tile=tile,
+        exact_until=exact_until,
+        keys=keys,
+        opened=opened,
+        selection=selection,
+        pooled_bias=pooled_bias,
+        dropout_p=dropout_p,
+        scale=scale,
+        backend=backend,
+        repeats_as=key,
+    )
+    with without_autocast(q):
+        out, lse = choose("clustered_attention", ATTEND, backend, call).run(call)
+    out = out if out.numel() else connected(out, call)
+    return (out, lse) if return_lse else out
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Any,
+    *,
+    keys: ClusteredKeys | None,
+    causal: bool = True,
+    query_lengths: Any,
+    recent: Any,
+    threshold: Any,
+    top_k: int | None,
+    spread: float | None,
+    share_lists: bool,
+    windows: bool = False,
+    branching: Sequence[int] | None = None,
+    tile: int,
+    exact_until: int,
+    opened: Tensor | None,
+    selection: TileSelection | None = None,
+    pooled_bias: float | Tensor,
+    dropout_p: float = 0.0,
+    scale: float | None,
+    backend: str,
+    repeats_as: Hashable = None,
+) -> ClusteredCall:
+    """Check the arguments of `clustered_attention`."""
     _check_causal(causal)
     if selection is not None:
         check_type("selection", selection, TileSelection, "Use hsa.select_groups(q, k, keys, lengths, …)")
@@ -346,7 +408,7 @@ def clustered_attention(
         if keys is None and selection.keys is not None:  # the same groups, of these keys and values
             keys = build_keys(k, v, layout, windows=selection.keys.order is None, order=selection.keys.order)
     check_dropout(dropout_p)
-    call = ClusteredCall(
+    return ClusteredCall(
         q=q,
         k=k,
         v=v,
@@ -363,12 +425,8 @@ def clustered_attention(
         dropout_p=dropout_p,
         scale=scale_or_default(scale, q),
         backend=backend,
-        repeats_as=key,
+        repeats_as=repeats_as,
     )
-    with without_autocast(q):
-        out, lse = choose("clustered_attention", ATTEND, backend, call).run(call)
-    out = out if out.numel() else connected(out, call)
-    return (out, lse) if return_lse else out
 
 
 def _check(tensors: dict[str, Any], layout: Layout) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -229,13 +229,26 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @torch.compiler.disable(reason="the torch backend of hsa.clustered_attention depends on values, such as the lists")
 def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     """Compute `hsa.clustered_attention` from checked arguments: the output and its log-sum-exp `[queries, heads]`."""
+    if not call.needs_gradient or not call.layout.num_tiles:
+        return _select_and_attend(call)[:2]
+    keys = call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows)
+    selection = call.selection or select(call.select(keys))
+    every = blocks(call.layout, call.layout.num_tiles)
+    parts = [checkpoint(_attend, call, keys, selection, block, use_reentrant=False) for block in every]
+    out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+    return out.to(call.q.dtype), lse / LOG2_E
+
+
+def select_and_attend(call: ClusteredCall) -> tuple[Tensor, TileSelection]:
+    """Return the attention to given keys, and the selection."""
+    out, _, selection = _select_and_attend(call)
+    return out, replace(selection, keys=call.keys, before=call.opened)
+
+
+def _select_and_attend(call: ClusteredCall) -> tuple[Tensor, Tensor, TileSelection]:
+    """Return the output, its log-sum-exp and the selection, without gradients."""
     keys = call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows)
     every = list(blocks(call.layout, call.layout.num_tiles))
-    if call.needs_gradient and call.layout.num_tiles:
-        selection = call.selection or select(call.select(keys))
-        parts = [checkpoint(_attend, call, keys, selection, block, use_reentrant=False) for block in every]
-        out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-        return out.to(call.q.dtype), lse / LOG2_E
     wide = torch.promote_types(call.q.dtype, torch.float32)
     out = call.q.new_empty(*call.q.shape[:2], call.v.shape[2], dtype=wide)
     lse = call.q.new_empty(call.q.shape[:2], dtype=wide)
@@ -246,7 +259,7 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
         if block.chunks:
             near = out[block.rows], lse[block.rows]
             out[block.rows], lse[block.rows] = _merged(near, _attend_lists(call, keys, selection, block))
-    return out.to(call.q.dtype), lse / LOG2_E
+    return out.to(call.q.dtype), lse / LOG2_E, selection
 
 
 def _attend(call: ClusteredCall, keys: ClusteredKeys, selection: TileSelection, block: Block) -> tuple[Tensor, Tensor]:
