@@ -207,9 +207,7 @@ def prefill(decoder: Decoder, options: argparse.Namespace) -> None:
     for length in options.lengths:
         _, ids = next(texts_of(options, length, decoder.device))
         times: dict[str, list[float]] = {name: [] for name in (EXACT, *options.settings)}
-        for turn in range(
-            options.repeats + 1
-        ):  # in turns, so that a slow phase affects all; the first compiles kernels
+        for turn in range(options.repeats + 1):  # a slow phase affects all; the first turn compiles kernels
             for name, measured in times.items():
                 decoder.apply(name)
                 for _ in range(1 if decoder.device == "cpu" else 2):  # the first pass records the launches of kernels
@@ -224,8 +222,9 @@ def prefill(decoder: Decoder, options: argparse.Namespace) -> None:
             print(*rows[-1], sep=" · ", flush=True)
     header = ["tokens", "threshold", "ms", "× faster"]
     notes = (
-        f"{_model(decoder, options)}, one text, the whole model: a forward pass that fills the cache and returns the logits "
-        f"after the last token. Medians of {options.repeats} passes in turns. Exact attention is SDPA, as transformers calls it."
+        f"{_model(decoder, options)}, one text, the whole model: a forward pass that fills the cache and returns the "
+        f"logits after the last token. Medians of {options.repeats} passes in turns. Exact attention is SDPA, as "
+        "transformers calls it."
     )
     _write("prefill", "Reading a prompt", header, rows, notes, options)
 
