@@ -131,7 +131,7 @@ def count_steps(layer: int, q: Tensor, sequences: Sequences, taken: interface.Co
     counted = COUNTER.get()
     if counted is not None:
         dim = q.shape[-1]
-        flops = Flops((4 * dim + 1) * taken.entries, taken.pooling, (2 * dim + 1) * taken.scored, taken.clustering)
+        flops = Flops((4 * dim + 1) * taken.entries, taken.pooling, taken.selection, taken.clustering)
         counted.add(layer, flops, exact_operations(q, sequences))
 
 

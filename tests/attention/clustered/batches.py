@@ -13,17 +13,18 @@ from torch import Tensor
 from hsa import ClusteredKeys, TileSelection, cluster, clustered_attention, select_groups
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 3, 5
+WIDE = 64  # groups are scored in half of the channels
 seeds = st.integers(0, 10**6)
 BRANCHINGS = [(2, 2, 2), (2, 4, 2), (4, 2, 1), (2, 2, 1), (2, 1, 2), (4, 1, 2)]
 
 
 def rows_of(
-    lengths, seed: int, *, queries=None, heads: tuple[int, int] = (HEADS, KV_HEADS), dtype=torch.float64
+    lengths, seed: int, *, queries=None, heads: tuple[int, int] = (HEADS, KV_HEADS), dim=DIM, dtype=torch.float64
 ) -> list[Tensor]:
     """Return random q, k and v. Queries are long, so that thresholds open some groups only."""
     generator = torch.Generator().manual_seed(seed)
     keys = sum(lengths)
-    shapes = [(keys if queries is None else sum(queries), heads[0], DIM), (keys, heads[1], DIM)]
+    shapes = [(keys if queries is None else sum(queries), heads[0], dim), (keys, heads[1], dim)]
     shapes.append((keys, heads[1], VALUE_DIM))
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     return [x.to(dtype) for x in (3 * q, k, v)]
@@ -62,7 +63,7 @@ class Batch:
 
     @property
     def scale(self) -> float:
-        return self.rule.get("scale") or DIM**-0.5
+        return self.rule.get("scale") or self.q.shape[2] ** -0.5
 
     def attend(self, **options: Any) -> Any:
         sizes = {"branching": self.branching, "tile": self.tile, "windows": self.windows}
@@ -114,8 +115,9 @@ def random_batch(seed: int, *, own_queries: bool = False, longest: int = 26) -> 
     threshold = random.choice([1, 0.5, 0.2, 0.1, 0.03, per_head])
     rule = random.choice([{"threshold": threshold}, {"top_k": random.randrange(4)}])
     rule |= {"spread": random.choice([0.0, 1, 0.4]), "share_lists": random.random() < 0.5}
-    rule |= {"scale": random.choice([None, 0.3])}
-    q, k, v = rows_of(lengths, seed, queries=queries)
+    dim = random.choice([DIM, WIDE])
+    rule |= {"scale": random.choice([None, 0.9 * dim**-0.5])}
+    q, k, v = rows_of(lengths, seed, queries=queries, dim=dim)
     windows, exact_until = random.random() < 0.3, random.choice([0, 0, chunk + 1, 2 * chunk])
     return Batch(q, k, v, lengths, queries, causal, branching, tile, rule, windows, exact_until)
 

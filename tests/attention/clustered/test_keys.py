@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsa import ClusteredKeys, cluster
+from hsa.attention.clustered.keys import spreads_of
 from tests.attention.clustered.batches import BRANCHINGS, DIM, KV_HEADS, VALUE_DIM, batches, order_of, rows_of, seeds
 
 
@@ -75,15 +76,42 @@ def test_the_spread_is_the_principal_direction_times_the_standard_deviation(seed
     keys = cluster(k, v, [40], windows=windows, branching=branching)
     group = branching[0]
     members = levels_of(keys, "k")[0].unflatten(2, (-1, group))
-    assert keys.spread.shape == (KV_HEADS, keys.num_chunks, keys.shape.groups, DIM)
+    spread = keys.scored[1]
+    assert spread.shape == (KV_HEADS, keys.num_chunks, keys.shape.groups, DIM)
     _, values, right = torch.linalg.svd(members - members.mean(3, keepdim=True))
     clear = values[..., 0] > 100 * values[..., 1]
     assert clear.any()
     expected = right[..., 0, :] * values[..., :1] / group**0.5
-    sign = (expected * keys.spread).sum(-1, keepdim=True).sign()
-    torch.testing.assert_close(keys.spread[clear], (sign * expected)[clear], rtol=1e-5, atol=1e-5)
+    sign = (expected * spread).sum(-1, keepdim=True).sign()
+    torch.testing.assert_close(spread[clear], (sign * expected)[clear], rtol=1e-5, atol=1e-5)
     # Any direction has at most the deviation of the principal one.
-    assert (keys.spread.norm(dim=-1) <= values[..., 0] / group**0.5 * (1 + 1e-9)).all()
+    assert (spread.norm(dim=-1) <= values[..., 0] / group**0.5 * (1 + 1e-9)).all()
+
+
+@given(batches(), st.integers(0, 10**6))
+def test_scores_are_relative_means_and_spreads_in_the_largest_channels(batch, seed):
+    """Both halves of a rotary pair are chosen, by the keys of the first chunk of the sequence alone."""
+    factors = torch.randn(batch.k.shape[2], generator=torch.Generator().manual_seed(seed), dtype=torch.float64).exp()
+    batch.k *= factors
+    keys, dim, sizes = batch.cluster(), batch.k.shape[2], batch.branching
+    means, spreads = keys.scored
+    _, groups, _, roots = levels_of(keys, "k")
+    chunks = [(s, number) for s, count in enumerate(keys.chunks) for number in range(count)]
+    for head in range(KV_HEADS):
+        for n, (sequence, _) in enumerate(chunks):
+            first = batch.k[batch.sequences()[sequence][1].start :][: batch.chunk, head]
+            squares = first.square().sum(0)
+            if dim < 64:
+                expected = list(range(dim))
+            else:
+                pairs = (squares[: dim // 2] + squares[dim // 2 :]).topk(dim // 4).indices.tolist()
+                expected = sorted(pairs) + [i + dim // 2 for i in sorted(pairs)]
+            assert keys.channels[head, n].tolist() == expected
+            relative = (groups[head, n] - roots[head, n])[:, expected]
+            torch.testing.assert_close(means[head, n], relative, rtol=1e-9, atol=1e-12)
+    whole = spreads_of(levels_of(keys, "k")[0].flatten(1, 2).unflatten(1, (-1, sizes[0]))).unflatten(1, (len(chunks), -1))
+    index = keys.channels.long().unsqueeze(2).expand(-1, -1, keys.shape.groups, -1)
+    torch.testing.assert_close(spreads, whole.gather(3, index), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("dim", [2, 17])
@@ -119,7 +147,8 @@ def test_the_order_does_not_depend_on_the_mean_and_the_length_of_keys(batch, fac
         for k in (batch.k, factor * batch.k + 10 * factor * batch.k[:1])
     )
     assert torch.equal(moved.order, plain.order)
-    torch.testing.assert_close(moved.spread / factor, plain.spread, rtol=1e-9, atol=1e-9)
+    if torch.equal(moved.channels, plain.channels):
+        torch.testing.assert_close(moved.scores / factor, plain.scores, rtol=1e-9, atol=1e-9)
 
 
 @given(batches(), st.integers(0, 10**6))
@@ -134,21 +163,22 @@ def test_chunks_of_a_prefix_are_those_of_the_whole(batch, seed):
         kept += range(base, base + few)
         base += many
     if not kept:
-        assert part.k.shape == (KV_HEADS, 0, part.shape.page, DIM)
+        assert part.k.shape == (KV_HEADS, 0, part.shape.page, batch.k.shape[2])
         assert part.v.shape == (KV_HEADS, 0, part.shape.page, VALUE_DIM)
         return
     if not batch.windows:
         assert torch.equal(part.order, whole.order[:, kept])
     for name in ("k", "v"):
         torch.testing.assert_close(getattr(part, name), getattr(whole, name)[:, kept], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(part.spread, whole.spread[:, kept], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(part.scores, whole.scores[:, kept], rtol=1e-9, atol=1e-9)
+    assert torch.equal(part.channels, whole.channels[:, kept])
 
 
 def test_equal_keys_and_keys_that_are_not_finite():
     """The first key stays in the first group, and other chunks do not change."""
     _, k, v = rows_of([16], 1)
     alike = cluster(k[:1].expand(16, -1, -1), v, [16], branching=(2, 2, 2))
-    assert (alike.spread.abs() < 1e-12).all()
+    assert (alike.scores.abs() < 1e-12).all()
     assert (alike.order[:, :, 0] == 0).all()
     plain = cluster(k, v, [16], branching=(2, 2, 2))
     for value in (torch.nan, torch.inf, -torch.inf):
@@ -168,7 +198,7 @@ def test_lower_precision(dtype):
     keys = cluster(k, v, [48])
     assert keys.k.shape == (KV_HEADS, 0, keys.shape.page, DIM)
     keys = cluster(k, v, [48], branching=(4, 2, 2))
-    assert keys.k.dtype == keys.v.dtype == keys.spread.dtype == dtype
+    assert keys.k.dtype == keys.v.dtype == keys.scores.dtype == dtype
     precise = cluster(k.double(), v.double(), [48], branching=(4, 2, 2))
     same = (keys.order == precise.order).float().mean()
     assert same > 0.95  # rounding may move a key from one half to the other
@@ -184,7 +214,7 @@ def test_spreads_of_short_and_long_keys(factor):
     """Float32 neither overflows nor underflows in the iteration."""
     _, k, v = rows_of([64], 1, dtype=torch.float32)
     keys, scaled = (cluster(x, v, [64], branching=(4, 2, 2)) for x in (k, k * factor))
-    torch.testing.assert_close(scaled.spread / factor, keys.spread, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(scaled.scores / factor, keys.scores, rtol=1e-3, atol=1e-3)
 
 
 def test_a_text_says_what_the_keys_are():

@@ -307,7 +307,7 @@ def test_autocast_has_no_effect():
         keys = cluster(k, v, [203], branching=(4, 2, 2))
         selection = select_groups(q, k, keys, [203], causal=True, threshold=0.1, tile=4)
         found = clustered_attention(q, k, v, causal=True, threshold=0.1, branching=(4, 2, 2), tile=4, return_lse=True)
-        return [keys.k, keys.v, keys.spread, keys.order, selection.first, *found]
+        return [keys.k, keys.v, keys.scores, keys.order, selection.first, *found]
 
     with torch.autocast("cpu", torch.bfloat16):
         found = run()

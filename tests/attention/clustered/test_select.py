@@ -221,5 +221,5 @@ def test_selection_has_no_gradient():
     q, k, v = (x.requires_grad_() for x in rows_of([20], 1))
     keys = cluster(k, v, [20], branching=(2, 2, 2))
     assert keys.k.requires_grad
-    assert not keys.spread.requires_grad
+    assert not keys.scores.requires_grad
     assert not select_groups(q, k, keys, [20], threshold=0.2, tile=4).first.requires_grad

@@ -482,8 +482,8 @@ class ClusteredCache(Cache):
     @_without_autograd
     def _loaded_layer(self, layer: Layer) -> Layer:
         loaded = {name: layer[name].to(self.device, copy=True) for name in self.rows.tensors("sequences")}
-        if (loaded["scores"].dtype, loaded["scores"].shape[4]) != self.rows.scores:
-            loaded["scores"] = self.rows.scores_of_pages(loaded["k"], loaded["k"][:, :, :1, -1])
+        if loaded["scores"].dtype != self.rows.score_dtype:
+            loaded["scores"] = self.rows.scores_of_pages(loaded["k"], loaded["channels"])
         return loaded
 
     def _settings(self) -> dict[str, Any]:

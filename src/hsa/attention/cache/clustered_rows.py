@@ -2,11 +2,11 @@
 
 All have the axes [heads, sequences, chunks, …]:
 
-    k, v             pages of chunks; of the chunk in progress, the keys in the order of time, and nothing else
-    scores           means and spreads of groups, as in `ClusteredKeys`
-    time             index in its chunk of the key at every row; only in clustered order
-    first, before    first query of the current tile, of the preceding tile, that opened a group; one list per query head, or
-                     per key/value head
+    k, v              pages of chunks; of the chunk in progress, the keys in the order of time, and nothing else
+    scores, channels  what groups are scored by, as in `ClusteredKeys`
+    time              index in its chunk of the key at every row; only in clustered order
+    first, before     first query of the current tile, of the preceding tile, that opened a group; one list per query head,
+                      or per key/value head
 
 The pages of all sequences are therefore clustered keys with `capacity` pages per sequence, without a copy.
 """
@@ -23,9 +23,17 @@ import torch
 from torch import Tensor
 
 from hsa.attention.cache.saved_state import Wanted
-from hsa.attention.clustered.keys import EIGHT_BITS, UNIT, ClusteredKeys, levels_of, spreads_of
-from hsa.attention.clustered.layout import Shape
-from hsa.attention.clustered.operator import cluster
+from hsa.attention.checks import without_autocast
+from hsa.attention.clustered.keys import (
+    EIGHT_BITS,
+    UNIT,
+    ClusteredKeys,
+    build_keys,
+    scored_channels,
+    scored_dim,
+    scores_of,
+)
+from hsa.attention.clustered.layout import Shape, layout_of
 from hsa.attention.clustered.threshold import Threshold
 from hsa.attention.clustered.why_not import why_not_cluster
 from hsa.attention.kernels import available
@@ -73,30 +81,29 @@ class Rows:
         return why_not_cluster(k, v, self.shape, self.backend)
 
     @cached_property
-    def scores(self) -> tuple[torch.dtype, int]:
-        """Type and number of parts of the scores: as `hsa.cluster` makes them."""
+    def score_dtype(self) -> torch.dtype:
+        """Type of the scores, as `hsa.cluster` makes them."""
         if self.why_not_cluster:
-            return self.dtype, 1
-        from hsa.attention.clustered.triton.cluster import scores_of
+            return self.dtype
+        from hsa.attention.clustered.triton.cluster import score_dtype
 
-        return scores_of(self.dtype, self.dims[0], self.device)
+        return score_dtype(self.dtype, self.dims[0], self.device)
 
     def tensors(self, sequences: int | str, scores: Any = None) -> dict[str, Wanted]:
         """Return shape and dtype of the tensors of a layer.
 
         Args:
             sequences: Number of sequences, or its name.
-            scores: Scores of a saved layer, which may have the form of another device.
+            scores: Scores of a saved layer, which may have the type of another device.
         """
-        shape, rows = self.shape, (self.kv_heads, sequences, "chunks")
-        dtype, parts = self.scores
-        if isinstance(scores, Tensor) and scores.ndim == 7:
-            forms = ((self.dtype, 1), (EIGHT_BITS, 2))
-            dtype, parts = (scores.dtype, scores.shape[4]) if (scores.dtype, scores.shape[4]) in forms else self.scores
+        shape, rows, channels = self.shape, (self.kv_heads, sequences, "chunks"), scored_dim(self.dims[0])
+        is_other = isinstance(scores, Tensor) and scores.dtype in (self.dtype, EIGHT_BITS)
+        dtype = scores.dtype if is_other else self.score_dtype
         wanted: dict[str, Wanted] = {
             name: ((*rows, shape.page, dim), self.dtype) for name, dim in zip("kv", self.dims, strict=True)
         }
-        wanted["scores"] = (*rows, shape.branching[2], parts, shape.branching[1], self.dims[0]), dtype
+        wanted["scores"] = (*rows, shape.branching[2], 2, shape.branching[1], channels), dtype
+        wanted["channels"] = (*rows, channels), torch.int16
         if not self.windows:
             wanted["time"] = (*rows, shape.chunk), torch.uint8 if shape.chunk <= 256 else torch.int16
         for name in ("first", "before"):
@@ -114,38 +121,38 @@ class Rows:
                 )
             return
         at = chunk_index(chunks, self.device)
-        k, v = (layer[name][at][:, :, : self.shape.chunk].flatten(1, 2).transpose(0, 1) for name in "kv")
-        keys = cluster(k, v, [len(k)], windows=self.windows, branching=self.shape.branching)
-        self.write_chunks(layer, keys, chunks)
+        keys, values = (layer[name][at][:, :, : self.shape.chunk] for name in "kv")
+        starts = [n for n, (_, number) in enumerate(chunks) if number == 0]
+        layer["channels"][:, at[1][starts], 0] = scored_channels(keys[:, starts])
+        k, v = (x.flatten(1, 2).transpose(0, 1) for x in (keys, values))
+        channels = layer["channels"][:, at[1], 0]
+        layout = layout_of([len(k)], shape=Shape.of(self.shape.branching, 1, causal=False), causal=False)
+        with without_autocast(k):
+            clustered = build_keys(k, v, layout, windows=self.windows, channels=channels)
+        self.write_chunks(layer, clustered, chunks)
 
     def write_chunks(self, layer: Layer, keys: ClusteredKeys, chunks: Sequence[tuple[int, int]]) -> None:
         """Write clustered keys as complete chunks, given as sequence and number."""
         at = chunk_index(chunks, self.device)
-        written = {"k": keys.k, "v": keys.v, "scores": keys.scores, "time": keys.order}
+        fits = keys.scores.dtype == self.score_dtype
+        scores = keys.scores if fits else self.scores_of_pages(keys.k, keys.channels)
+        written = {"k": keys.k, "v": keys.v, "scores": scores, "channels": keys.channels, "time": keys.order}
         for name, x in written.items():
-            if x is not None and x.shape[3:] == layer[name].shape[4:]:
+            if x is not None:
                 layer[name][at] = x.to(layer[name].dtype)
-        if (keys.scores.dtype, keys.scores.shape[3]) != self.scores:
-            layer["scores"][at] = self.scores_of_pages(keys.k, layer["k"][at[0], at[1], 0, -1])
 
-    def scores_of_pages(self, pages: Tensor, centres: Tensor) -> Tensor:
-        """Return the scores of pages of keys, in the form that this cache has.
+    def scores_of_pages(self, pages: Tensor, channels: Tensor) -> Tensor:
+        """Return the scores of pages of keys, in the type that this cache has.
 
         Args:
             pages: `[heads, …, rows, dim]`.
-            centres: `[heads, …, dim]` mean of the first chunk of the sequence of each page.
+            channels: `[heads, …, channels]`.
         """
-        dtype, parts = self.scores
-        keys, means, _, _ = levels_of(pages.flatten(1, -3), self.shape)
-        if parts == 2:
-            means = means - centres.expand(*pages.shape[:-2], -1).flatten(1, -2)[:, :, None]
-        groups = keys.flatten(1, 2).unflatten(1, (-1, self.shape.group))
-        spread = spreads_of(groups).unflatten(1, (-1, self.shape.branching[1]))
-        stacked = torch.stack([means.reshape(spread.shape), spread][-parts:], 2)
-        if dtype == EIGHT_BITS:
-            limit = torch.finfo(dtype).max
-            stacked = (stacked.float() * UNIT).clamp_(-limit, limit)
-        return stacked.to(dtype).view(*pages.shape[:-2], self.shape.branching[2], *stacked.shape[2:])
+        scores = scores_of(pages.flatten(1, -3), channels.flatten(1, -2), self.shape)
+        if self.score_dtype == EIGHT_BITS:
+            limit = torch.finfo(EIGHT_BITS).max
+            scores = (scores.float() * UNIT).clamp_(-limit, limit)
+        return scores.to(self.score_dtype).unflatten(1, pages.shape[1:-2])
 
 
 @lru_cache(maxsize=4)  # all layers of a model need the same
@@ -170,9 +177,9 @@ def page_numbers(chunks: tuple[tuple[int, int], ...], capacity: int, device: tor
 
 def as_keys(layer: Layer, chunks: Sequence[int], shape: Shape) -> ClusteredKeys:
     """Return the pages of a layer as clustered keys, without a copy, given the number of complete chunks per sequence."""
-    k, v, scores = (layer[name].flatten(1, 2) for name in ("k", "v", "scores"))
+    k, v, scores, channels = (layer[name].flatten(1, 2) for name in ("k", "v", "scores", "channels"))
     order = layer["time"].flatten(1, 2) if "time" in layer else None
-    return ClusteredKeys(k, v, scores, order, tuple(chunks), shape, capacity=layer["k"].shape[2])
+    return ClusteredKeys(k, v, scores, channels, order, tuple(chunks), shape, capacity=layer["k"].shape[2])
 
 
 def chunk_index(chunks: Sequence[tuple[int, int]], device: torch.device) -> tuple[slice, Tensor, Tensor]:

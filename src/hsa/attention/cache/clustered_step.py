@@ -1,6 +1,6 @@
 """Attention of one new token per sequence in a `ClusteredCache`: `clustered_attention` for the last query of a tile.
 
-All means of keys are scored, for the selection. The rows that are attended to, pooled ones and keys of open groups, are
+All groups are estimated, for the selection. The rows that are attended to, pooled ones and keys of open groups, are
 gathered into lists that are padded to the longest.
 """
 
@@ -11,8 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from hsa.attention.cache.clustered_rows import Layer, Rule, as_keys
+from hsa.attention.cache.clustered_rows import Layer, Rule
 from hsa.attention.cache.interface import AttendOptions, Counted
+from hsa.attention.clustered.flops import selection_operations
+from hsa.attention.clustered.keys import EIGHT_BITS, UNIT
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.selection import NEVER
 from hsa.attention.clustered.threshold import log_of
@@ -46,31 +48,26 @@ def attend_token(
     if chunks:
         sees = torch.arange(chunks, device=q.device) < own[:, None]  # [batch, chunks]
         is_exact = own < shape.exact_chunks  # all groups are open
-        of_pages = _scores(q, layer["k"], chunks, slice(shape.chunk, None)).split(shape.rows[1:], -1)
-        pooled = [scores.flatten(3) for scores in of_pages]
-        for scores, size in zip(pooled, (shape.group, shape.node, shape.chunk), strict=True):
-            scores.add_(math.log(size)).masked_fill_(~_per_row(sees, scores), -math.inf)
-        wanted = _wanted(layer, q, exact, pooled, chunks, shape, rule) | is_exact[:, None, None, None]
+        wanted = _wanted(layer, q, exact, chunks, sees, shape, rule) | is_exact[:, None, None, None]
         is_open = _open(layer, wanted, sees, row, rule)
         # The largest nodes without an open group.
         active, exists = _listed(torch.cat(_active(is_open, shape, sees), -1))
-        every = torch.cat(pooled, -1).unflatten(2, (lists, -1))
-        of_means = every.gather(-1, active[..., None, :].expand(*every.shape[:-1], -1))
+        rows, log_count = _rows_of_means(active, chunks, shape)
+        of_means = _products(q, layer["k"], rows, shape) + log_count[..., None, :].to(dtype)
         if options.bias is not None:
             of_means = of_means + options.bias.to(dtype).expand(heads).view(kv_heads, lists, -1, 1)
         logits.append(of_means.masked_fill(~exists[..., None, :], -math.inf))
-        values.append(_gather(layer["v"], _row_of_mean(active, chunks, shape), shape))
+        values.append(_gather(layer["v"], rows, shape))
         # The keys of open groups.
         opened, exists = _listed(is_open.flatten(3))
         rows = opened // shape.groups * shape.page + opened % shape.groups * shape.group
         rows = (rows[..., None] + torch.arange(shape.group, device=q.device)).flatten(-2)
-        of_keys = q.unflatten(2, (lists, -1)) @ _gather(layer["k"], rows, shape).to(dtype).transpose(-1, -2)
         hidden = ~exists.repeat_interleave(shape.group, -1)[..., None, :]
-        logits.append(of_keys.masked_fill_(hidden, -math.inf))
+        logits.append(_products(q, layer["k"], rows, shape).masked_fill_(hidden, -math.inf))
         values.append(_gather(layer["v"], rows, shape))
     joined = torch.cat(logits, -1)
     if options.counted is not None:
-        _count(options.counted, joined, position, shape, rule)
+        _count(options.counted, joined, position, q.shape[-1], shape, rule)
     parts = joined.softmax(-1).split([x.shape[-1] for x in logits], -1)
     out = sum(weights @ v.to(dtype) for weights, v in zip(parts, values, strict=True))
     assert isinstance(out, Tensor)
@@ -105,21 +102,22 @@ def _scores(q: Tensor, pages: Tensor, chunks: int, rows: slice) -> Tensor:
     return torch.stack(products).unflatten(0, q.shape[:2]).transpose(2, 3)
 
 
-def _per_row(sees: Tensor, scores: Tensor) -> Tensor:
-    """Return whether each row of a level is visible, `[batch, 1, 1, rows]`."""
-    return sees.repeat_interleave(scores.shape[-1] // sees.shape[1], 1)[:, None, None]
-
-
-def _wanted(
-    layer: Layer, q: Tensor, near: Tensor, pooled: list[Tensor], chunks: int, shape: Shape, rule: Rule
-) -> Tensor:
+def _wanted(layer: Layer, q: Tensor, near: Tensor, chunks: int, sees: Tensor, shape: Shape, rule: Rule) -> Tensor:
     """Return `[batch, kv_heads, share, groups]` the groups that the tokens want."""
-    estimate = pooled[0]
-    if rule.spread:
-        spread = as_keys(layer, [], shape).spread.unflatten(1, layer["k"].shape[1:3])
-        estimate = estimate + rule.spread * _scores(q, spread, chunks, slice(None)).abs_().flatten(3)
+    hidden = ~sees[:, None, None, :, None]
+    nodes, roots = _scores(q, layer["k"], chunks, slice(shape.starts[2], None)).split(shape.rows[2:], -1)
+    channels = layer["channels"][:, :, 0].transpose(0, 1).unsqueeze(2).long()  # [batch, kv_heads, 1, channels]
+    scored = q.gather(-1, channels.expand(-1, -1, q.shape[2], -1))
+    scores = layer["scores"]
+    products = _scores(scored, scores.flatten(3, 5), chunks, slice(None)).unflatten(-1, scores.shape[3:6])
+    if scores.dtype == EIGHT_BITS:
+        products = products / UNIT
+    mean, deviation = (x.flatten(-2) for x in products.unbind(-2))
+    estimate = mean + rule.spread * deviation.abs() + (roots + math.log(shape.group))
+    estimate = estimate.masked_fill(hidden, -math.inf).flatten(3)
     if rule.threshold is not None:
-        bound = torch.cat([near, pooled[1]], -1).logsumexp(-1, keepdim=True)
+        of_nodes = (nodes + math.log(shape.node)).masked_fill(hidden, -math.inf).flatten(3)
+        bound = torch.cat([near, of_nodes], -1).logsumexp(-1, keepdim=True)
         bound = bound + log_of(rule.threshold, q, shape=(*q.shape[1:3], 1))
         return estimate >= bound
     assert rule.top_k is not None
@@ -149,14 +147,23 @@ def _active(is_open: Tensor, shape: Shape, sees: Tensor) -> list[Tensor]:
     return [x.flatten(3) for x in active]
 
 
-def _row_of_mean(number: Tensor, chunks: int, shape: Shape) -> Tensor:
-    """Return the rows, from the first page of a sequence on, of means: groups of all chunks, then nodes, then roots."""
-    result, before = torch.zeros_like(number), 0
+def _rows_of_means(number: Tensor, chunks: int, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return the rows, from the first page of a sequence on, of means: groups of all chunks, then nodes, then roots.
+
+    Also return the logs of their numbers of keys.
+    """
+    rows, log_count, before = torch.zeros_like(number), torch.zeros_like(number, dtype=torch.float64), 0
     for start, size in zip(shape.starts[1:], shape.rows[1:], strict=True):
         own = number - before
-        result = torch.where(own >= 0, own // size * shape.page + start + own % size, result)
+        rows = torch.where(own >= 0, own // size * shape.page + start + own % size, rows)
+        log_count.masked_fill_(own >= 0, math.log(shape.chunk // size))
         before += chunks * size
-    return result
+    return rows, log_count
+
+
+def _products(q: Tensor, pages: Tensor, rows: Tensor, shape: Shape) -> Tensor:
+    """Return the products `[batch, kv_heads, lists, queries per list, n]` of queries with rows of the pages."""
+    return q.unflatten(2, (rows.shape[2], -1)) @ _gather(pages, rows, shape).to(q.dtype).transpose(-1, -2)
 
 
 def _listed(flags: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,9 +184,9 @@ def _gather(pages: Tensor, rows: Tensor, shape: Shape) -> Tensor:
     return pages.view(-1, dim).index_select(0, rows.flatten()).view(*rows.shape, dim)
 
 
-def _count(counted: Counted, logits: Tensor, position: Tensor, shape: Shape, rule: Rule) -> None:
+def _count(counted: Counted, logits: Tensor, position: Tensor, dim: int, shape: Shape, rule: Rule) -> None:
     """Add the entries that the tokens attend to, and the pooled rows that they must score."""
     counted.entries += int((logits > -math.inf).sum())
     chunks = position // shape.chunk
-    rows = shape.groups * (2 if rule.spread else 1) + (shape.rows[2] if rule.threshold is not None else 0)
-    counted.scored += int(chunks[chunks >= shape.exact_chunks].sum()) * rows * logits[0, ..., 0].numel()
+    products = selection_operations(shape, dim, rule.spread, rule.top_k)
+    counted.selection += int(chunks[chunks >= shape.exact_chunks].sum()) * products * logits[0, ..., 0].numel()

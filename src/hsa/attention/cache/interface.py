@@ -51,7 +51,7 @@ class Counted:
     """Counter of the work of decoding steps, summed over heads and sequences."""
 
     entries: int = 0  # keys and pooled nodes attended to
-    scored: int = 0  # pooled nodes scored by the search
+    selection: int = 0  # operations to estimate groups and pooled nodes
     clustering: int = 0  # operations to cluster complete chunks
     pooling: int = 0  # operations to pool the nodes of these chunks
 

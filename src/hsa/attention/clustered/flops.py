@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.clustered.keys import clustering_operations
+from hsa.attention.clustered.keys import clustering_operations, scored_dim
+from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.selection import NEVER, TileSelection
 from hsa.attention.flops import Flops, entry_operations
 
@@ -49,16 +50,22 @@ def operations(
     per_list = torch.from_numpy(np.repeat(queries, chunks * selection.lists)).to(selection.first.device)
     listed = int((listed_rows(selection) * per_list).sum()) * (heads // selection.lists)
     entries = listed + heads * int((queries * exact).sum())
-    scored = chunks * shape.groups * (2 if spread else 1)
+    products = chunks * selection_operations(shape, dim, spread, top_k)
     if top_k is None:
-        scored = scored + np.where(chunks > 0, chunks * shape.rows[2] + exact, 0)
+        products = products + np.where(chunks > 0, exact, 0) * (2 * dim + 1)
     members = layout.num_chunks * (sum(shape.rows) - 1)  # of groups, nodes and chunks
     return Flops(
         attention=entry_operations(width, heads, value_width=value_width) * entries // heads,
         pooling=2 * kv_heads * (dim + value_dim) * members,
-        selection=heads * int((queries * scored).sum()) * (2 * dim + 1),
+        selection=heads * int((queries * products).sum()),
         clustering=clustering_operations(layout.num_chunks, kv_heads, dim, shape),
     )
+
+
+def selection_operations(shape: Shape, dim: int, spread: float, top_k: int | None) -> int:
+    """Count the operations with which a query estimates the groups of a chunk and, without `top_k`, sums its nodes."""
+    whole = 1 + (shape.rows[2] if top_k is None else 0)
+    return shape.groups * (2 if spread else 1) * (2 * scored_dim(dim) + 1) + whole * (2 * dim + 1)
 
 
 def listed_rows(selection: TileSelection) -> Tensor:

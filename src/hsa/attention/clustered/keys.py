@@ -10,6 +10,7 @@ bounds). The tree is new here: its pooled nodes keep the mass of the keys that a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ NUMBERS = {"cpu": 2**18, "cuda": 2**26}
 
 EIGHT_BITS = torch.float8_e4m3fn
 """Type of scores where a GPU multiplies 8-bit numbers. Its largest number is 448."""
+WIDE = 64
+"""Head dim from which groups are scored in half of the channels. Measured on language models with head dims of 64."""
 UNIT = 0.25
 """Factor of means and spreads in 8 bits."""
 
@@ -41,10 +44,10 @@ class ClusteredKeys:
     Attributes:
         k: `[kv_heads, chunks, rows of a page, dim]` keys.
         v: `[kv_heads, chunks, rows of a page, value_dim]` values.
-        scores: `[kv_heads, chunks, nodes, parts, groups of a node, dim]` spread of each group: the principal direction of
-            its keys times the standard deviation along it. In half precision on a GPU that multiplies 8-bit numbers there
-            are two parts, in 8 bits: the means of groups, relative to the mean of the first chunk of their sequence, and the
-            spreads. Keys of a head may have a large mean, and 8 bits for it leave too little for their differences.
+        scores: `[kv_heads, chunks, nodes, 2, groups of a node, channels]` what tells the groups of a chunk apart, in some
+            channels: the mean of each group less the mean of the chunk, and its spread, the principal direction of its keys
+            times the standard deviation along it. In 8 bits for keys in half precision, if a GPU multiplies such numbers.
+        channels: `[kv_heads, chunks, channels]` these channels, the same for all chunks of a sequence.
         order: `[kv_heads, chunks, keys]` index in its chunk of the key at every row; None if keys are in their own order.
         chunks: Number of complete chunks of every sequence.
         shape: Sizes of the trees.
@@ -52,13 +55,14 @@ class ClusteredKeys:
 
     >>> from hsa import cluster
     >>> keys = cluster(torch.randn(600, 2, 16), torch.randn(600, 2, 16), [600])  # 2 complete chunks of 256 keys
-    >>> keys.k.shape, keys.spread.shape  # 256 keys, 32 groups, 4 nodes and one mean of all
-    (torch.Size([2, 2, 293, 16]), torch.Size([2, 2, 32, 16]))
+    >>> keys.k.shape  # 256 keys, 32 groups, 4 nodes and one mean of all
+    torch.Size([2, 2, 293, 16])
     """
 
     k: Tensor
     v: Tensor
     scores: Tensor
+    channels: Tensor
     order: Tensor | None
     chunks: tuple[int, ...]
     shape: Shape
@@ -70,34 +74,47 @@ class ClusteredKeys:
         return sum(self.chunks)
 
     @property
-    def spread(self) -> Tensor:
-        """`[kv_heads, chunks, groups, dim]` spread of each group."""
-        spread = self.scores[:, :, :, -1].flatten(2, 3)
-        return spread if spread.dtype != EIGHT_BITS else spread.to(self.k.dtype) / UNIT
+    def scored(self) -> tuple[Tensor, Tensor]:
+        """Relative means of groups, and spreads, `[kv_heads, chunks, groups, channels]`: `scores` in the type of k."""
+        both = self.scores if self.scores.dtype != EIGHT_BITS else self.scores.to(self.k.dtype) / UNIT
+        means, spreads = both.unbind(3)
+        return means.flatten(2, 3), spreads.flatten(2, 3)
 
     def __repr__(self) -> str:
         kind = "windows" if self.order is None else "clusters"
         return f"ClusteredKeys({self.num_chunks:,} chunks of {self.shape.chunk} keys, {len(self.k)} heads, {kind})"
 
 
-def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool, order: Tensor | None = None) -> ClusteredKeys:
+def build_keys(
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    windows: bool,
+    order: Tensor | None = None,
+    channels: Tensor | None = None,
+) -> ClusteredKeys:
     """Return the clustered keys of packed k `[keys, kv_heads, dim]` and v. Gradients flow to the pages.
 
     Args:
-        order: `ClusteredKeys.order`, if it is known.
+        order, channels: Those of `ClusteredKeys`, if they are known.
     """
-    shape, chunks = layout.shape, layout.num_chunks
+    shape = layout.shape
     first = torch.from_numpy(layout.chunk_rows).to(k.device)[:, None]  # [chunks, 1]
     rows = first + torch.arange(shape.chunk, device=k.device)  # [chunks, keys]
+    chunks = chunks_of(k, rows, layout)
     if not windows and order is None:
-        order = cluster_order(chunks_of(k, rows, layout), shape)
+        order = cluster_order(chunks, shape)
+    if channels is None:
+        first_chunks, sequence = layout.rows_of_chunks(k.device)[1].unique(return_inverse=True)
+        channels = scored_channels(chunks[:, first_chunks])[:, sequence]
     by_head = [rows] * k.shape[1] if order is None else [first + x for x in order]
     pages = pages_of(k, by_head, shape)
-    groups = pages[:, :, : shape.chunk].reshape(len(pages), chunks * shape.groups, shape.group, k.shape[2])
     return ClusteredKeys(
         k=pages,
         v=pages_of(v, by_head, shape),
-        scores=spreads_of(groups).view(len(pages), chunks, *shape.branching[:0:-1], k.shape[2]).unsqueeze(3),
+        scores=scores_of(pages, channels, shape),
+        channels=channels,
         order=order,
         chunks=layout.chunk_counts,
         shape=shape,
@@ -129,6 +146,40 @@ def cluster_order(keys: Tensor, shape: Shape) -> Tensor:
     for part, members in _blocks(keys):
         order[:, part] = split_chunks(members, shape.group).view(len(keys), -1, shape.chunk)
     return order
+
+
+def scored_dim(dim: int) -> int:
+    """Return the number of channels in which groups are scored."""
+    return dim // 2 if dim >= WIDE and dim % 4 == 0 else dim
+
+
+@torch.no_grad()
+def scored_channels(chunks: Tensor) -> Tensor:
+    """Return the channels `[kv_heads, chunks, channels]` with the largest squares in chunks `[kv_heads, chunks, keys, dim]`.
+
+    Channels i and i + dim / 2 are chosen together, because rotary embeddings turn them into each other.
+    """
+    dim = chunks.shape[-1]
+    if scored_dim(dim) == dim:
+        return torch.arange(dim, dtype=torch.int16, device=chunks.device).expand(*chunks.shape[:2], dim)
+    squares = torch.linalg.vector_norm(chunks, dim=2, dtype=torch.promote_types(chunks.dtype, torch.float32)).square()
+    pairs = squares.unflatten(-1, (2, -1)).sum(-2).nan_to_num(math.inf)
+    largest = pairs.sort(dim=-1, descending=True, stable=True).indices[..., : scored_dim(dim) // 2].sort(-1).values
+    return torch.cat([largest, largest + dim // 2], -1).to(torch.int16)
+
+
+@torch.no_grad()
+def scores_of(pages: Tensor, channels: Tensor, shape: Shape) -> Tensor:
+    """Return `ClusteredKeys.scores` of pages of keys `[kv_heads, chunks, rows, dim]`, in the type of the keys.
+
+    Args:
+        channels: `[kv_heads, chunks, channels]`.
+    """
+    keys, means, _, whole = levels_of(pages, shape)
+    spreads = spreads_of(keys.flatten(1, 2).unflatten(1, (-1, shape.group))).view_as(means)
+    index = channels.long().unsqueeze(2).expand(-1, -1, shape.groups, -1)
+    both = torch.stack([x.gather(3, index) for x in (means - whole, spreads)], 2)
+    return both.unflatten(3, shape.branching[:0:-1]).transpose(2, 3).contiguous()
 
 
 @torch.no_grad()

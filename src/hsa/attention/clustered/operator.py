@@ -187,7 +187,7 @@ def select_and_attend(
         rule: Options of `select_groups` by which queries want groups.
         tiles: Further options of both functions.
     """
-    key, tensors = None, (q, k, v, keys.k, keys.v, keys.scores)
+    key, tensors = None, (q, k, v, keys.k, keys.v, keys.scores, keys.channels)
     if (
         opened is None
         and type(pooled_bias) is float
@@ -198,7 +198,8 @@ def select_and_attend(
         options = (*rule.values(), *shared, keys.capacity, keys.order is None)
         key = repeat_key(q, k, v, lengths, tiles["query_lengths"], options)
     if key is not None:
-        key = key, repeat.layout_of(*tensors[3:]), keys.shape, keys.chunks, tuple(tiles["recent"])
+        of_keys = repeat.layout_of(keys.k, keys.v, keys.scores), keys.channels.data_ptr() % 16 == 0
+        key = key, of_keys, keys.shape, keys.chunks, tuple(tiles["recent"])
         if (result := repeated(key, *tensors)) is not None:
             out, first, layout, lists = result
             return out, TileSelection(first, layout, lists, keys)

@@ -44,13 +44,14 @@ def _wanted(call: SelectCall, tile: int, row: int, head: int, kv_head: int) -> l
     dtype = torch.promote_types(call.q.dtype, torch.float32)
     q = call.q[row, head].to(dtype) * call.scale
     levels = [level[kv_head].flatten(0, 1).to(dtype) for level in levels_of(call.keys.k, shape)]
-    spreads = call.keys.spread[kv_head].flatten(0, 1).to(dtype)
+    means, spreads = (x[kv_head].flatten(0, 1).to(dtype) for x in call.keys.scored)
     first_chunk, chunks = int(layout.tile_chunk[tile]), int(layout.tile_chunks[tile])
     estimates = []
     for group in range(first_chunk * shape.groups, (first_chunk + chunks) * shape.groups):
-        estimate = q @ levels[1][group] + math.log(shape.group)
-        estimate = estimate + call.spread * (q @ spreads[group]).abs()
-        estimates.append(estimate)
+        chunk = group // shape.groups
+        scored = q[call.keys.channels[kv_head, chunk].long()]
+        estimate = q @ levels[3][chunk] + scored @ means[group] + math.log(shape.group)
+        estimates.append(estimate + call.spread * (scored @ spreads[group]).abs())
     if call.threshold is None:
         assert call.top_k is not None
         best = sorted(estimates, reverse=True)[: call.top_k]

@@ -117,14 +117,14 @@ def select(call: SelectCall, exact: Tensor | None = None) -> TileSelection:
 
 
 def _estimate_table(call: SelectCall) -> Tensor:
-    """Return `[chunks, signs, groups, kv_heads, dim + 1]`: the means of groups ± their spreads, and 1.
+    """Return `[chunks, signs, groups, kv_heads, channels + 1]`: the means of groups ± their spreads, and 1.
 
-    The larger one of the two products with (q, log |G|) is the estimate of a group.
+    The larger one of the two products with (q, log |G|) is the estimate of a group, less the logit of its chunk.
     """
     dtype = torch.promote_types(call.q.dtype, torch.float32)
-    table = levels_of(call.keys.k, call.layout.shape)[1].to(dtype).unsqueeze(2)  # [kv_heads, chunks, 1, groups, dim]
+    table, spread = (x.to(dtype).unsqueeze(2) for x in call.keys.scored)  # [kv_heads, chunks, 1, groups, channels]
     if call.spread:
-        spread = call.keys.spread.to(dtype).unsqueeze(2) * call.spread
+        spread = spread * call.spread
         table = torch.cat([table + spread, table - spread], 2)
     return F.pad(table, (0, 1), value=1.0).permute(1, 2, 3, 0, 4).contiguous()
 
@@ -151,13 +151,19 @@ def _first_rows(call: SelectCall, table: Tensor, block: Block, exact: Tensor | N
 def _margins(call: SelectCall, q: Tensor, table: Tensor, block: Block, exact: Tensor | None) -> Tensor:
     """Return products of the table with queries `[chunks, signs, groups, heads · queries]`, less what a group must have."""
     rows, log_count = q.view(table.shape[3], -1, q.shape[3]), math.log2(call.layout.shape.group)
+    channels = call.keys.channels[:, block.first_chunk, None].long().expand(-1, rows.shape[1], -1)
+    scored = rows.gather(2, channels)
+    chunks = slice(block.first_chunk, block.first_chunk + block.chunks)
+    of_chunks = torch.bmm(call.keys.k[:, chunks, -1].to(q.dtype), rows.transpose(1, 2))
+    of_chunks = of_chunks.transpose(0, 1).reshape(block.chunks, 1, 1, -1)
     if call.threshold is not None:
         log_threshold = log_of(call.threshold, q, math.log2, (-1, 1, 1))
         bound = (_normalizer(call, q, block, exact) + (log_threshold - log_count)).view(*rows.shape[:2], 1)
         unknown = bound.isnan()  # queries with NaN want nothing, and must not affect the others of their tile
-        return _products(table, torch.cat([rows.masked_fill(unknown, 0), -bound.masked_fill(unknown, math.inf)], -1))
+        scored = torch.cat([scored.masked_fill(unknown, 0), -bound.masked_fill(unknown, math.inf)], -1)
+        return _products(table, scored).add_(of_chunks.masked_fill_(unknown.view(-1), 0))
     assert call.top_k is not None
-    estimates = _products(table, F.pad(rows, (0, 1), value=log_count))
+    estimates = _products(table, F.pad(scored, (0, 1), value=log_count)).add_(of_chunks)
     best = estimates.amax(1).flatten(0, 1)
     number = min(call.top_k, len(best))
     bound = best.topk(number, 0).values[-1] if number else best.new_full((1,), math.inf)

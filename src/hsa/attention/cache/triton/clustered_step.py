@@ -32,11 +32,12 @@ from torch import Tensor
 from hsa.attention.cache.clustered_rows import Layer, Rule
 from hsa.attention.cache.interface import AttendOptions
 from hsa.attention.cache.step_memory import StepMemory
+from hsa.attention.clustered.keys import scored_dim
 from hsa.attention.clustered.layout import Shape
 from hsa.attention.clustered.threshold import log_of
 from hsa.attention.clustered.triton.attend import add_values
-from hsa.attention.clustered.triton.cluster import centre_of, cluster_chunk, constants_of, start_of, unit_of
-from hsa.attention.clustered.triton.select import add_mass, estimates, load_groups, relative_to
+from hsa.attention.clustered.triton.cluster import choose_channels, cluster_chunk, constants_of, start_of, unit_of
+from hsa.attention.clustered.triton.select import add_mass, estimates, load_scored
 from hsa.attention.clustered.triton.tiles import load_rows
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for, last_stride_1
@@ -58,7 +59,7 @@ MERGED = 4096
 ROTATION: tl.constexpr = tl.constexpr(37)
 """Number of splits by which each round of chunks is shifted against the one before."""
 ESTIMATED_BYTES = 2**14
-"""Maximum bytes of the means of groups that are estimated at once, if they had the type of the keys."""
+"""Maximum bytes of the means and spreads of groups that are estimated at once, if they had the type of the keys."""
 SCORE = {"num_warps": 4, "num_stages": 3}
 """Launch options of `score`."""
 WIDEST = 1024
@@ -109,12 +110,12 @@ def _log_sum_of_parts(sums, entry, there, SCORERS: tl.constexpr, PADDED: tl.cons
 
 @triton.jit
 def score(
-    q, k, v, k_pages, v_pages, scores, lengths, estimated, outs, sums, batch, capacity, heads, kv_heads, tokens,
+    q, k, v, k_pages, v_pages, scores, channels, lengths, estimated, outs, sums, batch, capacity, heads, kv_heads, tokens,
     after, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, scale, weight,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
-    PARTS: tl.constexpr, SPREAD: tl.constexpr, LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_NODES: tl.constexpr, SCORERS: tl.constexpr, SPLITS: tl.constexpr,
+    CHANNELS: tl.constexpr, UNIT: tl.constexpr, SPREAD: tl.constexpr, LOG_NODE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, SCORERS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Store the estimates of the groups of some chunks and the sum of the masses of their nodes.
 
@@ -143,24 +144,26 @@ def score(
         first = tl.minimum(split * each, visible)
         groups = (tl.minimum(first + each, visible) - first) * GROUPS
         k_pages += (page + first) * (PAGE * DIM)
-        scores += (page + first) * (GROUPS * PARTS * DIM)
+        scores += (page + first) * (2 * GROUPS * CHANNELS)
         of_row = (((head * batch + sequence).to(tl.int64) * tokens + token) * capacity + first) * GROUPS
-        z = x.to(scores.dtype.element_ty)
-        SIZE: tl.constexpr = GROUPS // NODES
+        z = load_scored(q, at, channels + page * CHANNELS, 1, there, CHANNELS).to(scores.dtype.element_ty)
+        BLOCK: tl.constexpr = CHUNKS * GROUPS
+        BLOCK_NODES: tl.constexpr = CHUNKS * NODES
         LOGITS: tl.constexpr = HEADS * TOKENS * BLOCK_NODES
         tops = tl.full([LOGITS], float("-inf"), tl.float32)  # of each column: nothing is exchanged in the loop
         masses = tl.zeros([LOGITS], tl.float32)
         for begin in range(0, groups, BLOCK):
-            mean, spread = load_groups(k_pages, scores, begin, groups, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, BLOCK)
-            node = begin // SIZE + tl.arange(0, BLOCK_NODES)
-            end = tl.minimum(begin + BLOCK, groups) // SIZE
+            node, end = begin // GROUPS * NODES + tl.arange(0, BLOCK_NODES), groups // GROUPS * NODES
             row = tl.minimum(node, end - 1)
             y = load_rows(k_pages, row // NODES * PAGE + (CHUNK + GROUPS) + row % NODES, DIM, DIM, DIM)
-            logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + LOG_NODE
-            logit = tl.where((node < end)[None, :], logit, float("-inf"))
+            product = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+            logit = tl.where((node < end)[None, :], product * scale + LOG_NODE, float("-inf"))
             tops, masses = add_mass(tl.reshape(logit, [LOGITS, 1]), tops, masses)
             group = begin + tl.arange(0, BLOCK)
-            estimate = estimates(z, mean, spread, weight, PARTS, SPREAD, PRECISION, BLOCK)
+            of_chunk = tl.sum(tl.reshape(tl.trans(product), [CHUNKS, NODES, HEADS * TOKENS]), 1) * (UNIT / NODES)
+            of_chunk = tl.broadcast_to(of_chunk[:, None, :], [CHUNKS, GROUPS, HEADS * TOKENS])
+            estimate = estimates(z, scores, begin, groups, weight, CHANNELS, SPREAD, PRECISION, BLOCK)
+            estimate += tl.reshape(of_chunk, [BLOCK, HEADS * TOKENS])
             to_group = estimated + of_row[None, :] + group[:, None]
             tl.store(to_group, estimate, mask=(group < groups)[:, None] & there[None, :])
         top, mass = add_mass(tl.reshape(_log_sum(tops, masses), [HEADS * TOKENS, BLOCK_NODES]), top, mass)
@@ -226,8 +229,7 @@ def attend(
     LISTS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr,
     BIASED: tl.constexpr, LOG_GROUP: tl.constexpr, LOG_NODE: tl.constexpr, LOG_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, SCORERS: tl.constexpr, SPLITS: tl.constexpr,
-    PADDED: tl.constexpr, MERGED: tl.constexpr, PARTS: tl.constexpr, PER_HEAD: tl.constexpr,
-    EXACT_CHUNKS: tl.constexpr,
+    PADDED: tl.constexpr, MERGED: tl.constexpr, PER_HEAD: tl.constexpr, EXACT_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Open the groups of some chunks that the tokens want, and attend to the rows of these chunks.
 
@@ -269,11 +271,6 @@ def attend(
     bound = _log_sum_of_parts(sums, parts, wants, SCORERS, PADDED)
     threshold = tl.load(log_threshold + of_head, mask=wants, other=0.0) if PER_HEAD else log_threshold
     bound = (bound + threshold - LOG_GROUP) / scale
-    if PARTS == 2:
-        of_wanting = q + sequence * q_batch + of_token * q_token + of_head * q_head
-        x_wanting = tl.load(of_wanting[:, None] + column[None, :], mask=wants[:, None], other=0.0)
-        first_page = (kv_head * batch + sequence).to(tl.int64) * capacity
-        bound -= relative_to(x_wanting, k_pages + ((first_page + 1) * (CHUNK + GROUPS + NODES + 1) - 1) * DIM, DIM)
     bound = tl.where(visible < EXACT_CHUNKS, float("-inf"), bound * UNIT)  # at first, all groups are open
     bound = tl.where(wants, bound, float("inf"))
     estimated += ((of_head.to(tl.int64) * batch + sequence) * tokens + of_token)[:, None] * (capacity * GROUPS)
@@ -394,10 +391,10 @@ def attend(
 
 @triton.jit
 def close(
-    k_pages, v_pages, scores, order, start, lengths, batch, capacity, tokens, after,
+    k_pages, v_pages, scores, channels, order, start, lengths, batch, capacity, tokens, after,
     LATER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr,
-    PARTS: tl.constexpr, UNIT: tl.constexpr,
+    CHANNELS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Cluster and pool the chunk that the tokens complete, if there is one, in place."""
     sequence = tl.program_id(0) % batch
@@ -411,15 +408,14 @@ def close(
     PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
     k_pages += page * (PAGE * DIM)
     v_pages += page * (PAGE * VALUE_DIM)
-    if PARTS == 2:
-        if chunk == 0:
-            to = k_pages + (PAGE - 1) * DIM + tl.arange(0, DIM)
-            tl.store(to, centre_of(k_pages, DIM, CHUNK, DIM).to(k_pages.dtype.element_ty))
-            tl.debug_barrier()
+    of_first = channels + (page - chunk) * CHANNELS
+    if chunk == 0:
+        choose_channels(k_pages, DIM, of_first, CHUNK, DIM, CHANNELS)
+        tl.debug_barrier()
     cluster_chunk(
-        k_pages, v_pages, DIM, VALUE_DIM, k_pages, v_pages, scores + page * (GROUPS * PARTS * DIM), order + page * CHUNK,
-        start, k_pages - chunk.to(tl.int64) * (PAGE * DIM), chunk == 0, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS,
-        ITERATIONS, PARTS, UNIT
+        k_pages, v_pages, DIM, VALUE_DIM, k_pages, v_pages, scores + page * (2 * GROUPS * CHANNELS),
+        channels + page * CHANNELS, order + page * CHUNK, start, of_first, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS,
+        ITERATIONS, CHANNELS, UNIT
     )  # fmt: skip
 
 
@@ -444,7 +440,6 @@ class Step:
     value_dim: int
     dtype: torch.dtype
     scores: torch.dtype
-    parts: int
     biased: bool
     strides: tuple[int, ...]  # of q, k and v, without those of the last dimension
     is_aligned: tuple[bool, ...]  # whether q, k, v and the bias start at multiples of 16 bytes
@@ -510,14 +505,17 @@ def launches(step: Step) -> tuple[Launches, ...]:
     precision = "ieee" if step.dtype == torch.float32 else "tf32"
     common: dict[str, float | str] = {"PRECISION": precision, "ROWS": step.block, "TOKENS": tokens}
     common |= {**tree, **values, "SCORERS": step.scorers, "SPLITS": step.splits, "LOG_NODE": math.log2(shape.node)}
-    groups = _power_of_2(step.chunks_of(step.scorers)) * shape.groups
-    groups = min(groups, ESTIMATED_BYTES // (step.dim * step.dtype.itemsize))
+    channels = scored_dim(step.dim)
+    of_chunk = 2 * shape.groups * channels * step.dtype.itemsize
+    scored = max(
+        min(_power_of_2(step.chunks_of(step.scorers)), ESTIMATED_BYTES // of_chunk), 8 // shape.branching[2], 1
+    )
     scoring = {
         "HEADS": max(padded(share) // tokens, _power_of_2(share)),
-        "PARTS": step.parts,
+        "CHANNELS": channels,
+        "UNIT": unit_of(step.scores),
         "SPREAD": int(step.spread) if step.spread in (0.0, 1.0) else 2,
-        "BLOCK": groups,
-        "BLOCK_NODES": max(8, groups * shape.group // shape.node),
+        "CHUNKS": scored,
     }
     wanting = _power_of_2(share) if step.share_lists else step.block_heads
     queries = padded(step.block_heads * tokens)
@@ -529,7 +527,6 @@ def launches(step: Step) -> tuple[Launches, ...]:
         "WANTING": wanting,
         "LISTS": 1 if step.share_lists else wanting,
         "UNIT": unit_of(step.scores),
-        "PARTS": step.parts,
         "BIASED": step.biased,
         "LOG_GROUP": math.log2(shape.group),
         "LOG_CHUNK": math.log2(shape.chunk),
@@ -542,7 +539,7 @@ def launches(step: Step) -> tuple[Launches, ...]:
     sizes = (step.batch, step.capacity, step.heads, step.kv_heads, step.tokens, *step.strides)
     key = step.dtype, step.scores, compiled_for(*sizes), step.is_aligned
     pipeline = {} if step.width <= WIDEST else {"num_stages": 1}
-    closing = constants_of(shape, step.dim, step.value_dim, step.windows, step.scores, step.parts)
+    closing = constants_of(shape, step.dim, step.value_dim, step.windows, step.scores)
     return tuple(
         Launches(
             Prepared(_score, key, {"LATER": later, **common, **scoring, **SCORE, **pipeline}),
@@ -595,12 +592,12 @@ class Decode:
         self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, after: int, options: AttendOptions
     ) -> Tensor:
         """Attend with some of the new tokens; `after` is the number of those that follow."""
-        scores, first, rule = layer["scores"], layer["first"], self.rule
+        scores, channels, first, rule = layer["scores"], layer["channels"], layer["first"], self.rule
         bias = lengths if options.bias is None else (options.bias.float() * LOG2_E).expand(q.shape[2]).contiguous()
         step = Step(
             self.shape, rule.spread, rule.share_lists, self.windows, isinstance(rule.threshold, tuple), len(q),
             first.shape[2], q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, scores.dtype,
-            scores.shape[4], options.bias is not None, (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+            options.bias is not None, (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
             tuple(x.data_ptr() % 16 == 0 for x in (q, k, v, bias)),
         )  # fmt: skip
         estimated, outs, sums, tickets, units, active = self._allocated(step, q.device)
@@ -609,11 +606,26 @@ class Decode:
         sizes = batch, step.capacity, step.heads, kv_heads, step.tokens, after
         scale = options.scale * LOG2_E
         pages = layer["k"], layer["v"]
-        order, start = layer.get("time", scores), start_of(step.dim, q.device)
+        order, start = layer.get("time", channels), start_of(step.dim, q.device)
         for run in launches(step):
             run.score(
                 batch * kv_heads * (step.scorers + 1),
-                (q, k, v, *pages, scores, lengths, estimated, outs, sums, *sizes, *step.strides, scale, rule.spread),
+                (
+                    q,
+                    k,
+                    v,
+                    *pages,
+                    scores,
+                    channels,
+                    lengths,
+                    estimated,
+                    outs,
+                    sums,
+                    *sizes,
+                    *step.strides,
+                    scale,
+                    rule.spread,
+                ),
             )
             run.attend(
                 batch * kv_heads * step.blocks * step.splits,
@@ -621,7 +633,8 @@ class Decode:
                  *sizes, *step.strides[:3], scale, self._log_threshold),
             )  # fmt: skip
             run.close(
-                batch * kv_heads, (*pages, scores, order, start, lengths, batch, step.capacity, step.tokens, after)
+                batch * kv_heads,
+                (*pages, scores, channels, order, start, lengths, batch, step.capacity, step.tokens, after),
             )
         return out
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hsa.attention.clustered.keys import EIGHT_BITS, ITERATIONS, UNIT, ClusteredKeys, start_direction
+from hsa.attention.clustered.keys import EIGHT_BITS, ITERATIONS, UNIT, ClusteredKeys, scored_dim, start_direction
 from hsa.attention.clustered.layout import Layout, Shape
 from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.kernels import available
@@ -24,7 +24,7 @@ from hsa.attention.kernels.triton.recording import constant, empty
 from hsa.tree.lasting import lasting
 
 NARROWEST = 32
-"""Smallest head dim of 8-bit products."""
+"""Smallest number of channels of 8-bit products."""
 WIDE = 64
 """Head dim up to which registers are limited, so that two programs fit a multiprocessor."""
 
@@ -35,24 +35,23 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
     shape, chunks, (_, heads, dim), value_dim = layout.shape, layout.num_chunks, k.shape, v.shape[2]
     parts = [heads * chunks * shape.page * dim, heads * chunks * shape.page * value_dim]
     pages = empty(k, sum(parts)).split(parts)
-    dtype, number = scores_of(k.dtype, dim, k.device)
+    dtype, number = score_dtype(k.dtype, dim, k.device), scored_dim(dim)
     keys = ClusteredKeys(
         k=pages[0].view(heads, chunks, shape.page, dim),
         v=pages[1].view(heads, chunks, shape.page, value_dim),
-        scores=empty(k, heads, chunks, shape.branching[2], number, shape.branching[1], dim, dtype=dtype),
+        scores=empty(k, heads, chunks, shape.branching[2], 2, shape.branching[1], number, dtype=dtype),
+        channels=empty(k, heads, chunks, number, dtype=torch.int16),
         order=None if windows else empty(k, heads, chunks, shape.chunk, dtype=torch.int16),
         chunks=layout.chunk_counts,
         shape=shape,
     )
     if chunks:
         strides = (*k.stride()[:2], *v.stride()[:2])
-        kernel = _kernel(layout, k.dtype, heads, dim, value_dim, strides, windows, dtype, number)
-        order = keys.scores if keys.order is None else keys.order  # not written for windows
+        order = keys.channels if keys.order is None else keys.order  # not written for windows
         first_rows, start = constant(layout.rows_of_chunks(k.device)), constant(start_of(dim, k.device))
-        if number == 2:
-            centre = _centre_kernel(layout, k.dtype, heads, dim, strides[:2])
-            centre(chunks * heads, (k, first_rows, keys.k, chunks, heads, *strides[:2]))
-        tensors = (k, v, first_rows, keys.k, keys.v, keys.scores, order, start)
+        choose, kernel = _kernels(layout, k.dtype, heads, dim, value_dim, strides, windows, dtype)
+        choose(chunks * heads, (k, first_rows, keys.channels, chunks, heads, *strides[:2]))
+        tensors = (k, v, first_rows, keys.k, keys.v, keys.scores, keys.channels, order, start)
         kernel(chunks * heads, (*tensors, chunks, heads, *strides))
     return keys
 
@@ -64,29 +63,17 @@ def cluster_pages(keys: ClusteredKeys, pages: Tensor) -> None:
         pages: `[chunks]` int32 their pages.
     """
     (heads, number, _, dim), value_dim, shape = keys.k.shape, keys.v.shape[3], keys.shape
-    order, scores = keys.scores if keys.order is None else keys.order, keys.scores
-    constants = constants_of(shape, dim, value_dim, keys.order is None, scores.dtype, scores.shape[3])
-    tensors = (keys.k, keys.v, pages, keys.scores, order, start_of(dim, pages.device))
+    order, start = keys.channels if keys.order is None else keys.order, start_of(dim, pages.device)
+    constants = constants_of(shape, dim, value_dim, keys.order is None, keys.scores.dtype)
+    tensors = (keys.k, keys.v, pages, keys.scores, keys.channels, order, start)
     sizes = number, number if keys.capacity is None else keys.capacity, heads
     key = compiled_for(*tensors, *sizes)
-    if scores.shape[3] == 2:
-        _centre_in_place(key, len(pages) * heads, (keys.k, pages, *sizes), _centre_constants(shape, dim))
+    _choose_in_place(key, len(pages) * heads, (keys.k, pages, keys.channels, *sizes), _choice_constants(shape, dim))
     _cluster_in_place(key, len(pages) * heads, (*tensors, *sizes), constants)
 
 
 @lru_cache(maxsize=512)
-def _centre_kernel(layout: Layout, dtype: torch.dtype, heads: int, dim: int, strides: tuple[int, ...]) -> Prepared:
-    return Prepared(
-        _centre, (dtype, compiled_for(layout.num_chunks, heads, *strides)), _centre_constants(layout.shape, dim)
-    )
-
-
-def _centre_constants(shape: Shape, dim: int) -> dict[str, Any]:
-    return {"CHUNK": shape.chunk, "PAGE": shape.page, "DIM": dim, "num_warps": 4}
-
-
-@lru_cache(maxsize=512)
-def _kernel(
+def _kernels(
     layout: Layout,
     dtype: torch.dtype,
     heads: int,
@@ -95,28 +82,31 @@ def _kernel(
     strides: tuple[int, ...],
     windows: bool,
     scores: torch.dtype,
-    parts: int,
-) -> Prepared:
+) -> tuple[Prepared, Prepared]:
     key = dtype, compiled_for(layout.num_chunks, heads, *strides)
-    return Prepared(_cluster, key, constants_of(layout.shape, dim, value_dim, windows, scores, parts))
+    choose = Prepared(_choose, key, _choice_constants(layout.shape, dim))
+    return choose, Prepared(_cluster, key, constants_of(layout.shape, dim, value_dim, windows, scores))
 
 
-def constants_of(
-    shape: Shape, dim: int, value_dim: int, windows: bool, scores: torch.dtype, parts: int
-) -> dict[str, Any]:
+def _choice_constants(shape: Shape, dim: int) -> dict[str, Any]:
+    page = {"CHUNK": shape.chunk, "PAGE": shape.page}
+    return {**page, "DIM": dim, "CHANNELS": scored_dim(dim), "num_warps": 4}
+
+
+def constants_of(shape: Shape, dim: int, value_dim: int, windows: bool, scores: torch.dtype) -> dict[str, Any]:
     """Return the compile-time constants of `cluster_chunk`, and launch options."""
     constants = {
         "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2], "DIM": dim, "VALUE_DIM": value_dim,
-        "DV": padded(value_dim), "WINDOWS": windows, "ITERATIONS": ITERATIONS, "PARTS": parts,
-        "UNIT": unit_of(scores), "num_warps": 8,
+        "DV": padded(value_dim), "WINDOWS": windows, "ITERATIONS": ITERATIONS,
+        "CHANNELS": scored_dim(dim), "UNIT": unit_of(scores), "num_warps": 8,
     }  # fmt: skip
     return constants | ({"maxnreg": 128} if dim <= WIDE else {})
 
 
-def scores_of(dtype: torch.dtype, dim: int, device: torch.device) -> tuple[torch.dtype, int]:
-    """Return the dtype and the parts of `ClusteredKeys.scores`: two in 8 bits for half precision, if the GPU has them."""
-    small = dtype.itemsize == 2 and dim >= NARROWEST and not INTERPRETED and available.capability(device) >= (8, 9)
-    return (EIGHT_BITS, 2) if small else (dtype, 1)
+def score_dtype(dtype: torch.dtype, dim: int, device: torch.device) -> torch.dtype:
+    """Return the type of `ClusteredKeys.scores`: 8 bits for half precision, if the GPU multiplies them."""
+    fits = dtype.itemsize == 2 and scored_dim(dim) >= NARROWEST and not INTERPRETED
+    return EIGHT_BITS if fits and available.capability(device) >= (8, 9) else dtype
 
 
 def unit_of(scores: torch.dtype) -> float:
@@ -181,40 +171,50 @@ def _sorted(
 
 
 @triton.jit
-def centre_of(k, k_row, CHUNK: tl.constexpr, DIM: tl.constexpr):
-    """Return the mean of the keys of a chunk, given its first row."""
-    row, column = tl.arange(0, CHUNK), tl.arange(0, DIM)
-    return tl.sum(tl.load(k + row[:, None] * k_row + column[None, :]).to(tl.float32), 0) / CHUNK
+def choose_channels(k, k_row, channels, CHUNK: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr):
+    """Store the channels with the largest squares of the keys of a chunk, given its first row, as `scored_channels` does."""
+    HALF: tl.constexpr = DIM // 2
+    row, pair = tl.arange(0, CHUNK), tl.arange(0, HALF)
+    at = k + row[:, None] * k_row + pair[None, :]
+    low, high = tl.load(at).to(tl.float32), tl.load(at + HALF).to(tl.float32)
+    squares = tl.sum(low * low + high * high, 0)
+    squares = tl.where(squares == squares, squares, float("inf"))
+    other, one = squares[:, None], squares[None, :]
+    is_before = (other > one) | ((other == one) & (pair[:, None] < pair[None, :]))
+    is_chosen = tl.sum(is_before.to(tl.int32), 0) < CHANNELS // 2
+    to = channels + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+    tl.store(to, pair.to(tl.int16), mask=is_chosen)
+    tl.store(to + CHANNELS // 2, (pair + HALF).to(tl.int16), mask=is_chosen)
 
 
 @triton.jit
-def centre(
-    k, chunk_rows, k_pages, chunks, heads, k_row, k_head, CHUNK: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr
-):
-    """Store the mean of the first chunk of every sequence in the last row of its page, for the scores of all chunks."""
+def choose(
+    k, chunk_rows, channels, chunks, heads, k_row, k_head,
+    CHUNK: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Choose the channels in which groups are scored, for the first chunk of every sequence."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     chunk = tl.program_id(0) // heads
     if tl.load(chunk_rows + chunks + chunk) == chunk:
         k += tl.load(chunk_rows + chunk).to(tl.int64) * k_row + head * k_head
-        to = k_pages + ((head * chunks + chunk + 1) * PAGE - 1) * DIM + tl.arange(0, DIM)
-        tl.store(to, centre_of(k, k_row, CHUNK, DIM).to(k_pages.dtype.element_ty))
+        choose_channels(k, k_row, channels + (head * chunks + chunk) * CHANNELS, CHUNK, DIM, CHANNELS)
 
 
 @triton.jit
-def centre_in_place(
-    k_pages, pages, num_pages, capacity, heads, CHUNK: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr
-):
+def choose_in_place(
+    k_pages, pages, channels, num_pages, capacity, heads,
+    CHUNK: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     head = (tl.program_id(0) % heads).to(tl.int64)
     page = tl.load(pages + tl.program_id(0) // heads)
     if page % capacity == 0:
-        k_pages += (head * num_pages + page) * (PAGE * DIM)
-        to = k_pages + (PAGE - 1) * DIM + tl.arange(0, DIM)
-        tl.store(to, centre_of(k_pages, DIM, CHUNK, DIM).to(k_pages.dtype.element_ty))
+        page += head * num_pages
+        choose_channels(k_pages + page * (PAGE * DIM), DIM, channels + page * CHANNELS, CHUNK, DIM, CHANNELS)
 
 
 @triton.jit
 def _pool(
-    source, row_stride, page, number, group, stores_mean,
+    source, row_stride, page, number, group,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Store keys or values and the means of groups, nodes and chunk in a page, and return the former `[groups, keys, D]`.
@@ -223,7 +223,6 @@ def _pool(
         source: First row of the chunk. It may be that of the page.
         number: `[groups, keys]` rows of the chunk.
         group: `[groups]` index of each group in the page.
-        stores_mean: Whether to store the mean of the chunk.
     """
     SIZE: tl.constexpr = CHUNK // GROUPS
     PER_NODE: tl.constexpr = GROUPS // NODES
@@ -239,24 +238,23 @@ def _pool(
     node = tl.min(tl.reshape(group, [NODES, PER_NODE]), 1) // PER_NODE
     tl.store(page + (CHUNK + GROUPS + node)[:, None] * DIM + column[None, :], mean.to(x.dtype), mask=there[None, :])
     whole = (tl.sum(mean, 0) / NODES).to(x.dtype)
-    tl.store(page + (CHUNK + GROUPS + NODES) * DIM + column, whole, mask=there & stores_mean)
+    tl.store(page + (CHUNK + GROUPS + NODES) * DIM + column, whole, mask=there)
     return x
 
 
 @triton.jit
 def cluster_chunk(
-    k, v, k_row, v_row, k_page, v_page, scores, order, start, first_page, is_first,
+    k, v, k_row, v_row, k_page, v_page, scores, channels, order, start, of_first,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, CHANNELS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Sort the keys of a chunk of one head into groups, and pool them.
 
     Args:
         k, v: First row of the chunk, which may be that of its page.
-        k_page, v_page, scores, order: Memory for the results of this chunk and head.
+        k_page, v_page, scores, channels, order: Memory for the results of this chunk and head.
         start: Start of power iterations.
-        first_page: Page of keys of the first chunk of the sequence. If scores have two parts, its last row is known.
-        is_first: Whether it is the page of this chunk.
+        of_first: Channels of the first chunk of the sequence.
     """
     column = tl.arange(0, DIM)
     from_direction = tl.load(start + column)
@@ -276,28 +274,32 @@ def cluster_chunk(
         to = order + group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
         tl.store(to, number.to(order.dtype.element_ty))
     number = tl.reshape(number, [GROUPS, SIZE])
-    stores_mean = (is_first == 0) if PARTS == 2 else True
-    x = _pool(k, k_row, k_page, number, group, stores_mean, CHUNK, GROUPS, NODES, DIM, DIM).to(tl.float32)
+    x = _pool(k, k_row, k_page, number, group, CHUNK, GROUPS, NODES, DIM, DIM).to(tl.float32)
     direction = _direction(x, from_direction, SIZE, ITERATIONS)
     direction /= _length(direction)[:, None]
     along = tl.sum(x * direction[:, None, :], 2)
     along -= (tl.sum(along, 1) / SIZE)[:, None]
     direction *= tl.sqrt(tl.sum(along * along, 1) / SIZE)[:, None]
-    row = group // PER_NODE * (PER_NODE * PARTS) + group % PER_NODE
-    to = scores + row[:, None] * DIM + column[None, :]
-    if PARTS == 2:
-        of_first = tl.load(first_page + (CHUNK + GROUPS + NODES) * DIM + column).to(tl.float32)
-        tl.store(to, ((tl.sum(x, 1) / SIZE - of_first[None, :]) * UNIT).to(scores.dtype.element_ty))
-        to += PER_NODE * DIM
-    tl.store(to, (direction * UNIT).to(scores.dtype.element_ty))
-    _pool(v, v_row, v_page, number, group, True, CHUNK, GROUPS, NODES, VALUE_DIM, DV)
+    mean = tl.sum(x, 1) / SIZE
+    mean -= (tl.sum(mean, 0) / GROUPS)[None, :]
+    place = tl.arange(0, CHANNELS)
+    channel = tl.load(of_first + place)
+    tl.store(channels + place, channel)
+    is_channel = channel[:, None] == column[None, :]
+    place = tl.sum(tl.where(is_channel, place[:, None], 0), 0)  # of each column
+    is_scored = tl.sum(is_channel.to(tl.int32), 0)[None, :] > 0
+    row = group // PER_NODE * (PER_NODE * 2) + group % PER_NODE
+    to = scores + row[:, None] * CHANNELS + place[None, :]
+    tl.store(to, (mean * UNIT).to(scores.dtype.element_ty), mask=is_scored)
+    tl.store(to + PER_NODE * CHANNELS, (direction * UNIT).to(scores.dtype.element_ty), mask=is_scored)
+    _pool(v, v_row, v_page, number, group, CHUNK, GROUPS, NODES, VALUE_DIM, DV)
 
 
 @triton.jit
 def cluster(
-    k, v, chunk_rows, k_pages, v_pages, scores, order, start, chunks, heads, k_row, k_head, v_row, v_head,
+    k, v, chunk_rows, k_pages, v_pages, scores, channels, order, start, chunks, heads, k_row, k_head, v_row, v_head,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, CHANNELS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) % heads).to(tl.int64)
     chunk = tl.program_id(0) // heads
@@ -306,29 +308,28 @@ def cluster(
     ROWS: tl.constexpr = CHUNK + GROUPS + NODES + 1
     cluster_chunk(
         k + first * k_row + head * k_head, v + first * v_row + head * v_head, k_row, v_row,
-        k_pages + page * (ROWS * DIM), v_pages + page * (ROWS * VALUE_DIM), scores + page * (GROUPS * PARTS * DIM),
-        order + page * CHUNK, start, k_pages + (head * chunks + first_chunk) * (ROWS * DIM), chunk == first_chunk, CHUNK,
-        GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, PARTS, UNIT
+        k_pages + page * (ROWS * DIM), v_pages + page * (ROWS * VALUE_DIM), scores + page * (2 * GROUPS * CHANNELS),
+        channels + page * CHANNELS, order + page * CHUNK, start, channels + (head * chunks + first_chunk) * CHANNELS,
+        CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, CHANNELS, UNIT
     )  # fmt: skip
 
 
 @triton.jit
 def cluster_in_place(
-    k_pages, v_pages, pages, scores, order, start, num_pages, capacity, heads,
+    k_pages, v_pages, pages, scores, channels, order, start, num_pages, capacity, heads,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+    DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, CHANNELS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) % heads).to(tl.int64)
     of_head = tl.load(pages + tl.program_id(0) // heads)
     page = head * num_pages + of_head
     ROWS: tl.constexpr = CHUNK + GROUPS + NODES + 1
-    first_page = k_pages + (page - of_head % capacity) * (ROWS * DIM)
     k_pages += page * (ROWS * DIM)
     v_pages += page * (ROWS * VALUE_DIM)
     cluster_chunk(
-        k_pages, v_pages, DIM, VALUE_DIM, k_pages, v_pages, scores + page * (GROUPS * PARTS * DIM), order + page * CHUNK,
-        start, first_page, of_head % capacity == 0, CHUNK, GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, PARTS,
-        UNIT
+        k_pages, v_pages, DIM, VALUE_DIM, k_pages, v_pages, scores + page * (2 * GROUPS * CHANNELS),
+        channels + page * CHANNELS, order + page * CHUNK, start, channels + (page - of_head % capacity) * CHANNELS, CHUNK,
+        GROUPS, NODES, DIM, VALUE_DIM, DV, WINDOWS, ITERATIONS, CHANNELS, UNIT
     )  # fmt: skip
 
 
@@ -338,4 +339,4 @@ def _log2(number):
 
 
 _cluster, _cluster_in_place = Launcher(cluster), Launcher(cluster_in_place)
-_centre, _centre_in_place = Launcher(centre), Launcher(centre_in_place)
+_choose, _choose_in_place = Launcher(choose), Launcher(choose_in_place)

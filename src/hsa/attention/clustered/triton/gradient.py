@@ -27,7 +27,6 @@ from hsa.attention.clustered.triton.operator import (
     attend_constants,
     attend_forward,
     bias_of,
-    bounds_of,
     lower_constants,
     select_tiles,
     sizes_of,
@@ -36,6 +35,7 @@ from hsa.attention.clustered.triton.tiles import aligned
 from hsa.attention.derivatives import first_order
 from hsa.attention.kernels.available import padded, shared_memory
 from hsa.attention.kernels.triton.launch import Launcher, Prepared, compiled_for
+from hsa.attention.kernels.triton.recording import empty
 
 PART_BYTES = 2**31
 """Maximum bytes of the parts of gradients of the tiles that are processed at once."""
@@ -95,14 +95,15 @@ class Attend(torch.autograd.Function):
         keys = call.keys or build_keys(k, v, call.layout, windows=call.windows)
         result = attend_forward(call, keys, keep=True)
         ctx.counts = None if q.is_cuda and torch.cuda.is_current_stream_capturing() else HostCounts(result.counts)
-        ctx.owns_keys, ctx.keys = call.keys is None, replace(keys, k=_NOTHING, v=_NOTHING, scores=_NOTHING, order=None)
+        ctx.owns_keys = call.keys is None
+        ctx.keys = replace(keys, k=_NOTHING, v=_NOTHING, scores=_NOTHING, channels=_NOTHING, order=None)
         # Tensors are saved in the context only, which checks that nobody changes them.
         nothing = _NOTHING
         ctx.call = replace(
             call, q=nothing, k=nothing, v=nothing, keys=None, selection=None, opened=None, pooled_bias=None
         )
-        scores = keys.scores if result.selection is None else None
-        saved = q, k, v, keys.k, keys.v, scores, keys.order, bias, result.selection, result.out, result.lse
+        scored = (keys.scores, keys.channels) if result.selection is None else (None, None)
+        saved = q, k, v, keys.k, keys.v, *scored, keys.order, bias, result.selection, result.out, result.lse
         ctx.lists = result.counts.shape[1]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
@@ -113,8 +114,10 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_out is None and d_lse is None:
             return (None,) * 7
-        q, k, v, k_pages, v_pages, scores, order, bias, selection, out, lse = ctx.saved_tensors
-        keys = replace(ctx.keys, k=k_pages, v=v_pages, scores=k_pages if scores is None else scores, order=order)
+        q, k, v, k_pages, v_pages, scores, channels, order, bias, selection, out, lse = ctx.saved_tensors
+        keys = replace(ctx.keys, k=k_pages, v=v_pages, order=order)
+        if selection is None:
+            keys = replace(keys, scores=scores, channels=channels)
         call = replace(ctx.call, q=q, k=k, v=v, keys=keys, pooled_bias=bias)
         run = Gradients(call, keys, ctx.lists, out, lse, selection, d_out, d_lse)
         counts = run.most_rows() if ctx.counts is None else ctx.counts.read()
@@ -198,8 +201,8 @@ class Gradients:
             first = self.selection
         elif slab.chunks:
             first = first.view(torch.uint8)
-            selecting = call.select(keys)
-            select_tiles(selecting, sizes, slab, bounds_of(selecting), first)
+            bounds = empty(q, *q.shape[:2], dtype=torch.float32)
+            select_tiles(call.select(keys), sizes, slab, bounds, first)
         else:
             first = first.view(torch.uint8)
         launches = _kernels(sizes, layout, slab, call.pooled_bias is not None, self.d_lse is not None, again)

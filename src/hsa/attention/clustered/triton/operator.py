@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hsa.attention.clustered.call import ClusteredCall, SelectCall, keep
-from hsa.attention.clustered.keys import ClusteredKeys
+from hsa.attention.clustered.keys import ClusteredKeys, scored_dim
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.clustered.selection import TileSelection
-from hsa.attention.clustered.slabs import Slab, slabs, slabs_within
+from hsa.attention.clustered.slabs import Slab, slabs_within
 from hsa.attention.clustered.threshold import log_of
 from hsa.attention.clustered.triton import attend as attend_kernels
 from hsa.attention.clustered.triton import select as select_kernels
@@ -78,6 +78,10 @@ class Sizes:
         """Return the number of tiles whose queries a program selects for."""
         return max(1, QUERIES * 128 // max(128, self.dim * self.bytes) // layout.shape.tile)
 
+    def chunk_bytes(self, layout: Layout) -> int:
+        """Return the bytes of the products of the queries of a tile with the mean of a chunk."""
+        return 4 * self.heads * layout.shape.tile
+
     def step(self, row_bytes: int, tile: int, rows: int) -> tuple[int, dict[str, int]]:
         """Return the rows per step, `rows` or fewer, and the launch options, so that all stages fit the shared memory.
 
@@ -93,22 +97,6 @@ class Sizes:
         return self.step(row_bytes, tile, rows // 2) if rows > 16 else (16, {"num_warps": 4, "num_stages": 1})
 
 
-class Scores(NamedTuple):
-    """Form of `ClusteredKeys.scores`."""
-
-    dtype: torch.dtype
-    parts: int
-
-    @classmethod
-    def of(cls, keys: ClusteredKeys) -> Scores:
-        return cls(keys.scores.dtype, keys.scores.shape[3])
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Compile-time constants."""
-        return {"PARTS": self.parts, "UNIT": unit_of(self.dtype)}
-
-
 def sizes_of(q: Tensor, k: Tensor, v: Tensor, lists: int, *others: Tensor) -> Sizes:
     return Sizes(
         q.dtype, q.device, q.shape[1], k.shape[1], lists, q.shape[2], v.shape[2],
@@ -122,9 +110,11 @@ def select(call: SelectCall) -> TileSelection:
     layout, keys = call.layout, call.keys
     first = empty(call.q, selection_bytes(layout, call.lists), dtype=torch.uint8)
     if len(first):
-        sizes = sizes_of(call.q, call.k, keys.v, call.lists, keys.k, keys.scores)
-        (slab,) = slabs(layout, call.q.device, sizes.bundle(layout))
-        select_tiles(call, sizes, slab, bounds_of(call), first)
+        sizes = sizes_of(call.q, call.k, keys.v, call.lists, keys.k, keys.scores, keys.channels)
+        bounds = empty(call.q, *call.q.shape[:2], dtype=torch.float32)
+        most = SLAB_BYTES // sizes.chunk_bytes(layout)
+        for slab in slabs_within(layout, call.q.device, sizes.bundle(layout), most, whole=True):
+            select_tiles(call, sizes, slab, bounds, first)
         _open_again(call, first)
     return TileSelection(first, layout, call.lists)
 
@@ -144,7 +134,7 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     with recording_of(call.q, call.k, call.v) as recording:
         result = attend_forward(call, call.keys or build_keys(call.k, call.v, call.layout, windows=call.windows))
     is_copied = call.q is not given.q or call.k is not given.k or call.v is not given.v
-    is_launched = call.top_k != 0 and call.pooled_bias is None  # by kernels alone
+    is_launched = call.pooled_bias is None  # by kernels alone
     if call.repeats_as is not None and is_launched and not is_copied and result.slabs == 1:
         keep(call.repeats_as, recording.replay([result.out, result.lse]))
     return result.out, result.lse
@@ -195,16 +185,16 @@ def attend_forward(call: ClusteredCall, keys: ClusteredKeys, keep: bool = False)
     """
     q, layout, selection, selecting = call.q, call.layout, call.selection, call.select(keys)
     out = empty(q, *q.shape[:2], call.v.shape[2])
-    lse = bounds_of(selecting)  # until `attend` stores the sums
+    lse = empty(q, *q.shape[:2], dtype=torch.float32)  # bounds, until `attend` stores the sums
     fits = keep and selection_bytes(layout, call.lists) <= KEPT_BYTES
     if selection is None and (fits or call.opened is not None):
         selection = select(selecting)
     lists = call.lists if selection is None else selection.lists
-    given = (keys.k, keys.v, keys.scores) if selection is None else (keys.k, keys.v, keys.scores, selection.first)
+    given = [keys.k, keys.v, keys.scores, keys.channels, *([] if selection is None else [selection.first])]
     sizes = sizes_of(q, call.k, call.v, lists, *given)
     counts = empty(q, layout.num_tiles, lists, 2, dtype=torch.int32)
     groups = layout.shape.groups * lists  # per chunk
-    most = SLAB_BYTES // (13 * groups)
+    most = SLAB_BYTES // (13 * groups + sizes.chunk_bytes(layout))
     every = slabs_within(layout, q.device, sizes.bundle(layout), most, whole=selection is not None)
     for slab in every:
         held, padding = slab.chunks * groups, slab.num_tiles * lists * ROWS
@@ -220,68 +210,66 @@ def attend_forward(call: ClusteredCall, keys: ClusteredKeys, keep: bool = False)
     return Result(out, lse, None if selection is None else selection.first, counts, len(every))
 
 
-def bounds_of(call: SelectCall) -> Tensor:
-    """Return memory for the estimate from which each query wants a group, `[queries, heads]`."""
-    bounds = empty(call.q, *call.q.shape[:2], dtype=torch.float32)
-    return bounds.fill_(math.inf) if call.top_k == 0 else bounds
-
-
 @lru_cache(maxsize=512)
-def _bound_kernel(
-    sizes: Sizes, layout: Layout, slab: Slab, scores: Scores, number: int | None, weighs: int, per_head: bool
-) -> Prepared:
-    shape, key = layout.shape, (sizes.key, compiled_for(slab.num_tiles, layout.num_pages))
-    constants: dict[str, Any] = {
-        "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
-        "DIM": sizes.dim, "PRECISION": sizes.precision,
-    }  # fmt: skip
-    if number is not None:
-        constants |= {**scores.constants, "SPREAD": weighs, "KEPT": padded(number), "num_stages": 1}
-        return Prepared(_largest, (key, scores.dtype, compiled_for(number)), constants)
+def _normalizer_kernel(sizes: Sizes, layout: Layout, slab: Slab, per_head: bool) -> Prepared:
+    shape = layout.shape
     block, launch = sizes.step(sizes.dim * sizes.bytes, shape.tile, 64)
-    constants |= {"CAUSAL": layout.causal, "LOG_NODE": math.log2(shape.node), "LOG_GROUP": math.log2(shape.group)}
-    constants |= {"PARTS": scores.parts, "PER_HEAD": per_head, "BLOCK": block, **launch}
-    return Prepared(_normalizers, key, constants)
+    constants = {
+        "TILE": shape.tile, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
+        "DIM": sizes.dim, "CAUSAL": layout.causal, "LOG_NODE": math.log2(shape.node), "LOG_GROUP": math.log2(shape.group),
+        "PER_HEAD": per_head, "PRECISION": sizes.precision, "BLOCK": block, **launch,
+    }  # fmt: skip
+    return Prepared(_normalizers, (sizes.key, compiled_for(slab.num_tiles, layout.num_pages)), constants)
 
 
 @lru_cache(maxsize=512)
-def _select_kernel(sizes: Sizes, layout: Layout, slab: Slab, scores: Scores, weighs: int) -> Prepared:
+def _select_kernels(
+    sizes: Sizes, layout: Layout, slab: Slab, scores: torch.dtype, number: int | None, weighs: int
+) -> tuple[Prepared | None, Prepared]:
+    """Return the kernels that find the bounds of `top_k`, if there is one, and that select."""
     shape, bundle = layout.shape, sizes.bundle(layout)
-    block, launch = sizes.step(2 * sizes.dim * sizes.bytes, bundle * shape.tile, 32)
-    if scores.dtype.itemsize == 1 and sizes.dim <= 64:
+    channels, key = scored_dim(sizes.dim), (sizes.key, scores)
+    common: dict[str, Any] = {"TILE": shape.tile, "GROUPS": shape.groups, "CHANNELS": channels}
+    common |= {"UNIT": unit_of(scores), "SPREAD": weighs, "PRECISION": sizes.precision}
+    largest = None
+    if number:
+        numbers = compiled_for(slab.num_tiles, layout.num_pages, number)
+        largest = Prepared(_largest, (*key, numbers), {**common, "KEPT": padded(number), "num_stages": 1})
+    block, launch = sizes.step(2 * channels * sizes.bytes, bundle * shape.tile, 32)
+    if scores.itemsize == 1 and sizes.dim <= 64:
         launch["maxnreg"] = 128  # more programs at once hide the latencies of each other
-    constants = {
-        "TILE": shape.tile, "TILES": bundle, "CHUNK": shape.chunk, "GROUPS": shape.groups, "NODES": shape.branching[2],
-        "DIM": sizes.dim, "CAUSAL": layout.causal, **scores.constants, "SPREAD": weighs, "PRECISION": sizes.precision,
-        "BLOCK": block, **launch, "num_warps": 4,
-    }  # fmt: skip
-    return Prepared(_select, (sizes.key, scores.dtype, compiled_for(slab.num_bundles, layout.num_pages)), constants)
+    # The groups of a step are those of one chunk.
+    common |= {"TILES": bundle, "CAUSAL": layout.causal, "BLOCK": min(block, shape.groups), **launch, "num_warps": 4}
+    return largest, Prepared(_select, (*key, compiled_for(slab.num_bundles, layout.num_pages)), common)
 
 
 def select_tiles(call: SelectCall, sizes: Sizes, slab: Slab, bounds: Tensor, first: Tensor) -> None:
-    """Write the first query for which each group is open, for some tiles."""
+    """Write the first query for which each group is open, for some tiles.
+
+    Args:
+        bounds: Memory for the estimate from which each query wants a group, `[queries, heads]`.
+        first: Memory for the result.
+    """
     q, k, keys, layout, pages = call.q, call.k, call.keys, call.layout, call.layout.num_pages
     weighs = int(call.spread) if call.spread in (0.0, 1.0) else 2  # not at all, with 1, with another weight
-    number, tiles, strides, scores = call.top_k, constant(slab.tiles), sizes.strides, Scores.of(keys)
-    if number != 0:
-        per_head = isinstance(call.threshold, tuple)
-        kernel = _bound_kernel(sizes, layout, slab, scores, number, weighs, per_head)
-        shared = (slab.num_tiles, sizes.heads, sizes.kv_heads, pages, *strides[:2])
-        if number is not None:
-            arguments: tuple[Any, ...] = (q, keys.k, keys.scores, tiles, bounds, *shared, number, call.spread)
-        else:
-            assert call.threshold is not None
-            log_threshold = log_of(call.threshold, bounds, math.log2)
-            if isinstance(log_threshold, Tensor):
-                constant(log_threshold)
-            scales = (call.scale * LOG2_E, log_threshold)
-            arguments = (q, k, keys.k, tiles, bounds, *shared, *strides[2:4], *scales)
-        kernel(slab.num_tiles * sizes.heads, arguments)
-    tensors = (q, keys.k, keys.scores, tiles, constant(slab.bundles), bounds, first)
-    numbers = (slab.num_bundles, sizes.heads, sizes.kv_heads, sizes.lists, pages)
-    _select_kernel(sizes, layout, slab, scores, weighs)(
-        slab.num_bundles * sizes.lists, (*tensors, *numbers, *strides[:2], call.spread)
+    tiles, strides = constant(slab.tiles), sizes.strides
+    of_chunks = empty(q, slab.chunks * sizes.heads * layout.shape.tile, dtype=torch.float32)
+    shared = (slab.num_tiles, sizes.heads, sizes.kv_heads, pages, *strides[:2])
+    # With top_k, these bounds are not used, except that nothing reaches those of top_k=0.
+    threshold = math.inf if call.threshold is None else log_of(call.threshold, bounds, math.log2)
+    if isinstance(threshold, Tensor):
+        constant(threshold)
+    _normalizer_kernel(sizes, layout, slab, isinstance(threshold, Tensor))(
+        slab.num_tiles * sizes.heads,
+        (q, k, keys.k, tiles, bounds, of_chunks, *shared, *strides[2:4], call.scale * LOG2_E, threshold),
     )
+    largest, select_groups = _select_kernels(sizes, layout, slab, keys.scores.dtype, call.top_k, weighs)
+    if largest is not None:
+        tensors: tuple[Tensor, ...] = (q, keys.scores, keys.channels, tiles, bounds, of_chunks)
+        largest(slab.num_tiles * sizes.heads, (*tensors, *shared, call.top_k, call.spread))
+    tensors = (q, keys.scores, keys.channels, tiles, constant(slab.bundles), bounds, of_chunks, first)
+    numbers = (slab.num_bundles, sizes.heads, sizes.kv_heads, sizes.lists, pages)
+    select_groups(slab.num_bundles * sizes.lists, (*tensors, *numbers, *strides[:2], call.spread))
 
 
 def _open_again(call: SelectCall, first: Tensor) -> None:

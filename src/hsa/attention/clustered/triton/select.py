@@ -1,7 +1,8 @@
 """Kernels that select groups: a bound per query, and the first query of a tile that reaches it.
 
 No matrix of scores is written: `select` keeps, per tile, list and group, one byte. A program has a *bundle* of tiles that
-see the same chunks, so that it reads the means and spreads of groups once for all of them.
+see the same chunks, so that it reads the scores of groups once for all of them. Scores are relative to the chunk of a group;
+the product of each query with the mean of each chunk is a by-product of the bound.
 
 Logits are in powers of two. Bounds and estimates leave out the scale and the size of a group, which all groups share.
 """
@@ -37,26 +38,21 @@ def add_mass(logit, top, mass):
 
 
 @triton.jit
-def relative_to(x, centre, DIM: tl.constexpr):
-    """Return the product of each query with the mean of the first chunk of its sequence."""
-    return tl.sum(x.to(tl.float32) * tl.load(centre + tl.arange(0, DIM)).to(tl.float32)[None, :], 1)
-
-
-@triton.jit
 def normalizers(
-    q, k, k_pages, tiles, bounds, num_tiles, heads, kv_heads, pages, q_row, q_head, k_row, k_head, scale, log_threshold,
+    q, k, k_pages, tiles, bounds, of_chunks,
+    num_tiles, heads, kv_heads, pages, q_row, q_head, k_row, k_head, scale, log_threshold,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, PARTS: tl.constexpr, LOG_NODE: tl.constexpr, LOG_GROUP: tl.constexpr, PER_HEAD: tl.constexpr,
+    CAUSAL: tl.constexpr, LOG_NODE: tl.constexpr, LOG_GROUP: tl.constexpr, PER_HEAD: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the bound of every query: the log-sum-exp of exact keys and pooled nodes, plus the log of the threshold.
 
-    If scores have two parts, their means are relative to that of the first chunk, and so is the bound. With `PER_HEAD`,
+    Also store its products with the means of chunks, which are means of those with nodes, in `of_chunks`. With `PER_HEAD`,
     `log_threshold` has a number for every head.
     """
     head = tl.program_id(0) // num_tiles
     kv_head = (head // (heads // kv_heads)).to(tl.int64)
-    row, count, first_chunk, visible, exact, end, _, _, _ = load_tile(tiles, tl.program_id(0) % num_tiles)
+    row, count, first_chunk, visible, exact, end, _, before, _ = load_tile(tiles, tl.program_id(0) % num_tiles)
     if visible == 0:
         return
     query, column = tl.arange(0, TILE), tl.arange(0, DIM)
@@ -74,69 +70,51 @@ def normalizers(
     nodes = visible * NODES
     PAGE: tl.constexpr = CHUNK + GROUPS + NODES + 1
     k_pages += (kv_head * pages + first_chunk) * (PAGE * DIM)
+    of_chunks += (before.to(tl.int64) * heads + head * visible) * TILE
     for begin in range(0, nodes, BLOCK):
         node = begin + tl.arange(0, BLOCK)
         last_node = tl.minimum(node, nodes - 1)
         at = last_node // NODES * PAGE + (CHUNK + GROUPS) + last_node % NODES
         y = tl.load(k_pages + at[:, None] * DIM + column[None, :])
-        logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + LOG_NODE
-        top, mass = add_mass(tl.where((node < nodes)[None, :], logit, float("-inf")), top, mass)
+        product = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+        of_chunk = tl.sum(tl.reshape(product, [TILE, BLOCK // NODES, NODES]), 2) / NODES
+        chunk = begin // NODES + tl.arange(0, BLOCK // NODES)
+        tl.store(of_chunks + chunk[None, :] * TILE + query[:, None], of_chunk, mask=(chunk < visible)[None, :])
+        logit = tl.where((node < nodes)[None, :], product * scale + LOG_NODE, float("-inf"))
+        top, mass = add_mass(logit, top, mass)
     threshold = tl.load(log_threshold + head) if PER_HEAD else log_threshold
     bound = (top + tl.log2(mass) + threshold - LOG_GROUP) / scale
-    if PARTS == 2:
-        bound -= relative_to(x, k_pages + (PAGE - 1) * DIM, DIM)
     tl.store(bounds + (row + query).to(tl.int64) * heads + head, bound, mask=query < count)
 
 
 @triton.jit
-def load_groups(
-    means, scores, begin, groups,
-    CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
-    SPREAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return the rows that the estimates of a block of groups need: means and spreads, together if scores have two parts.
-
-    Args:
-        means: First page of the keys, which is read if the scores have one part.
-        scores: Scores of the first chunk.
-        begin, groups: First group of the block, and number of all groups.
-    """
-    column = tl.arange(0, DIM)
-    if PARTS == 2:  # means and spreads of eight groups at a time, which are in the same threads after the product
-        row = tl.minimum(2 * begin + tl.arange(0, 2 * BLOCK), 2 * groups - 1)
-        mean = tl.load(scores + row[:, None] * DIM + column[None, :])
-        spread = mean
-    else:
-        group = tl.minimum(begin + tl.arange(0, BLOCK), groups - 1)
-        row = group // GROUPS * (CHUNK + GROUPS + NODES + 1) + CHUNK + group % GROUPS
-        mean = tl.load(means + row[:, None] * DIM + column[None, :])
-        spread = mean
-        if SPREAD != 0:
-            spread = tl.load(scores + group[:, None] * DIM + column[None, :])
-    return mean, spread
+def load_scored(x, row, channels, x_row, there, CHANNELS: tl.constexpr):
+    """Return the scored channels of rows of queries; 0 for those that are not there."""
+    channel = tl.load(channels + tl.arange(0, CHANNELS)).to(tl.int32)
+    return tl.load(x + row[:, None] * x_row + channel[None, :], mask=there[:, None], other=0.0)
 
 
 @triton.jit
 def estimates(
-    x, mean, spread, weight, PARTS: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return the estimates `[groups, queries]` of a block of groups, without scale and size.
+    x, scores, begin, groups, weight,
+    CHANNELS: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the estimates `[groups, queries]` of a block of groups, less those of their chunks, without scale and size.
 
     Groups are the rows of the product, so that a minimum over the queries stays inside a few threads.
 
     Args:
-        x: Queries, in the type of the scores.
-        mean, spread: Result of `load_groups`.
+        x: Scored channels of the queries, in the type of the scores.
+        scores: Scores of the first chunk.
+        begin, groups: First group of the block, and number of all groups.
         weight: Weight of spreads, if it is neither 0 nor 1.
     """
-    estimate = tl.dot(mean, tl.trans(x), input_precision=PRECISION)
-    if PARTS == 2:
-        both = tl.permute(tl.reshape(estimate, [BLOCK // 8, 2, 8, x.shape[0]]), [0, 2, 3, 1])
-        estimate, deviation = tl.split(tl.reshape(both, [BLOCK, x.shape[0], 2]))
-    else:
-        deviation = estimate
-        if SPREAD != 0:
-            deviation = tl.dot(spread, tl.trans(x), input_precision=PRECISION)
+    # Means and spreads of eight groups at a time, which are in the same threads after the product.
+    row = tl.minimum(2 * begin + tl.arange(0, 2 * BLOCK), 2 * groups - 1)
+    rows = tl.load(scores + row[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :])
+    product = tl.dot(rows, tl.trans(x), input_precision=PRECISION)
+    both = tl.permute(tl.reshape(product, [BLOCK // 8, 2, 8, x.shape[0]]), [0, 2, 3, 1])
+    estimate, deviation = tl.split(tl.reshape(both, [BLOCK, x.shape[0], 2]))
     if SPREAD == 1:  # no product for the default weight
         estimate += _abs(deviation)
     elif SPREAD == 2:
@@ -146,44 +124,45 @@ def estimates(
 
 @triton.jit
 def largest(
-    q, k_pages, scores, tiles, bounds, num_tiles, heads, kv_heads, pages, q_row, q_head, number, weight,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
-    PARTS: tl.constexpr, UNIT: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, KEPT: tl.constexpr,
+    q, scores, channels, tiles, bounds, of_chunks, num_tiles, heads, kv_heads, pages, q_row, q_head, number, weight,
+    TILE: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, UNIT: tl.constexpr, SPREAD: tl.constexpr,
+    PRECISION: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Store the bound of every query: its `number`-th largest estimate, or −∞ if there are fewer groups."""
     head = tl.program_id(0) // num_tiles
     kv_head = (head // (heads // kv_heads)).to(tl.int64)
-    row, count, first_chunk, visible, _, _, _, _, _ = load_tile(tiles, tl.program_id(0) % num_tiles)
+    row, count, first_chunk, visible, _, _, _, before, _ = load_tile(tiles, tl.program_id(0) % num_tiles)
     if visible == 0:
         return
     query = tl.arange(0, TILE)
-    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, DIM).to(scores.dtype.element_ty)
+    rows = (row + query).to(tl.int64)
     page = kv_head * pages + first_chunk
-    k_pages += page * ((CHUNK + GROUPS + NODES + 1) * DIM)
-    scores += page * (GROUPS * PARTS * DIM)
+    x = load_scored(q + head.to(tl.int64) * q_head, rows, channels + page * CHANNELS, q_row, query < count, CHANNELS)
+    x = x.to(scores.dtype.element_ty)
+    scores += page * (2 * GROUPS * CHANNELS)
+    of_chunks += (before.to(tl.int64) * heads + head * visible) * TILE + query[None, :]
     groups = visible * GROUPS
     best = tl.full([TILE, KEPT], float("-inf"), tl.float32)
     for begin in range(0, groups, KEPT):
-        mean, spread = load_groups(k_pages, scores, begin, groups, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, KEPT)
-        estimate = estimates(x, mean, spread, weight, PARTS, SPREAD, PRECISION, KEPT)
-        there = begin + tl.arange(0, KEPT) < groups
-        # NaN counts as −∞, as in a comparison.
-        estimate = tl.where(there[:, None] & (estimate == estimate), estimate, float("-inf"))
+        estimate = estimates(x, scores, begin, groups, weight, CHANNELS, SPREAD, PRECISION, KEPT)
+        group = (begin + tl.arange(0, KEPT))[:, None]
+        of_chunk = tl.load(of_chunks + group // GROUPS * TILE, mask=group < groups, other=float("-inf"))
+        estimate = estimate / UNIT + of_chunk
+        estimate = tl.where(estimate == estimate, estimate, float("-inf"))  # NaN counts as −∞, as in a comparison
         best = tl.topk(tl.reshape(tl.join(best, tl.trans(estimate)), [TILE, 2 * KEPT]), KEPT)
-    bound = tl.max(tl.where(tl.arange(0, KEPT)[None, :] == number - 1, best, float("-inf")), 1) / UNIT
+    bound = tl.max(tl.where(tl.arange(0, KEPT)[None, :] == number - 1, best, float("-inf")), 1)
     bound = tl.where(
         bound == float("-inf"), bound, bound - 1e-5 - 1e-6 * tl.abs(bound)
     )  # `select` may round the same estimate otherwise
-    tl.store(bounds + (row + query).to(tl.int64) * heads + head, bound, mask=query < count)
+    tl.store(bounds + rows * heads + head, bound, mask=query < count)
 
 
 @triton.jit
 def select(
-    q, k_pages, scores, tiles, bundles, bounds, first,
+    q, scores, channels, tiles, bundles, bounds, of_chunks, first,
     num_bundles, heads, kv_heads, lists, pages, q_row, q_head, weight,
-    TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
-    DIM: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, SPREAD: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
+    UNIT: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the first query of each tile of a bundle for which each group is open; 255 if there is none."""
     listed = tl.program_id(0) // num_bundles
@@ -193,8 +172,8 @@ def select(
     groups = visible * GROUPS
     share = heads // lists
     page = (listed * share // (heads // kv_heads)).to(tl.int64) * pages + first_chunk
-    k_pages += page * ((CHUNK + GROUPS + NODES + 1) * DIM)
-    scores += page * (GROUPS * PARTS * DIM)
+    scores += page * (2 * GROUPS * CHANNELS)
+    channels += page * CHANNELS
     first += (offset.to(tl.int64) * lists + listed * visible) * GROUPS
     slot = tl.arange(0, TILES * TILE)
     # Queries are in an order in which each thread has 16 consecutive ones, if a tile has 64.
@@ -203,20 +182,20 @@ def select(
     at = tiles + (number + tl.minimum(slot // TILE, members - 1)) * 9
     there = (within < tl.load(at + 1)) & (slot // TILE < members)
     rows = (tl.load(at) + within).to(tl.int64)
-    column, tile = tl.arange(0, DIM), tl.arange(0, TILES)
+    before = tl.load(at + 7).to(tl.int64) * heads
+    tile = tl.arange(0, TILES)
     for member in range(share):
         head = listed * share + member
-        of_head = q + head.to(tl.int64) * q_head
-        x = tl.load(of_head + rows[:, None] * q_row + column[None, :], mask=there[:, None], other=0.0)
+        x = load_scored(q + head.to(tl.int64) * q_head, rows, channels, q_row, there, CHANNELS)
         x = x.to(scores.dtype.element_ty)
-        bound = tl.load(bounds + rows * heads + head, mask=there, other=float("inf")) * UNIT
         # Whether a query wants a group is computed as 0 or 1 with products and sums, for which GPUs have most units, and 16
         # queries are collected as the bits of a number.
-        least = bound * -LARGE
+        bound = tl.load(bounds + rows * heads + head, mask=there, other=float("inf")) * -(UNIT * LARGE)
+        of_chunk = of_chunks + (before + head * visible) * TILE + within
         bit = (1 << (within % 16)).to(tl.float32)
         for begin in range(0, groups, BLOCK):
-            mean, spread = load_groups(k_pages, scores, begin, groups, CHUNK, GROUPS, NODES, DIM, PARTS, SPREAD, BLOCK)
-            estimate = estimates(x, mean, spread, weight, PARTS, SPREAD, PRECISION, BLOCK)
+            least = tl.load(of_chunk + begin // GROUPS * TILE, mask=there, other=0.0) * (UNIT * LARGE) + bound
+            estimate = estimates(x, scores, begin, groups, weight, CHANNELS, SPREAD, PRECISION, BLOCK)
             wants = tl.minimum(tl.maximum(estimate * LARGE + least[None, :], 0.0), 1.0)
             bits = tl.reshape(wants * bit[None, :], [BLOCK, TILES, 8, SEGMENTS, 2])
             bits = tl.sum(tl.reshape(tl.permute(bits, [0, 1, 3, 2, 4]), [BLOCK, TILES, SEGMENTS, 16]), 3).to(tl.int32)
