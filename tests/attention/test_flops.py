@@ -95,14 +95,14 @@ def test_clustered_count_is_the_sum_over_tiles(lengths, causal, share_lists, see
         exact = int(layout.tile_end[tile] - layout.tile_exact[tile]) + (rows - 1) * causal
         lists = lists_of(selection.tile(tile)[0], layout, rows, 0).lengths if chunks else torch.zeros(1)
         entries += rows * (int(lists.sum()) * 6 // selection.lists + exact * 6)
-        scored += rows * 6 * (chunks * (4 + 4 + 2) + exact) if chunks else 0
+        scored += rows * 6 * (chunks * (4 + 4 + 2 + 1) + exact) if chunks else 0
     assert counts.attention == (4 * 24 + 6) * entries // 6
     assert counts.selection == scored * (2 * 4 + 1)
     assert counts.pooling == keys.num_chunks * (16 + 4 + 2) * 2 * 2 * 24
     assert counts.clustering == clustering_operations(keys.num_chunks, 6, 4, layout.shape)
     assert operations(selection, 24, 6, kv_heads=2).clustering * 3 == counts.clustering
     without = operations(selection, 24, 6, spread=0.0, top_k=1).selection
-    assert without == sum(n * c for n, c in zip(np.diff(layout.tile_row), layout.tile_chunks, strict=True)) * 6 * 4 * 9
+    assert without == sum(n * c for n, c in zip(np.diff(layout.tile_row), layout.tile_chunks, strict=True)) * 6 * 5 * 9
 
 
 def test_invalid_input():

@@ -12,7 +12,7 @@ from hsa.attention.cache.clustered import ClusteredCache
 from hsa.attention.cache.interface import Counted
 from hsa.errors import InvalidInput
 
-HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 11, 7
+HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 64, 7
 BIAS = torch.tensor([0.0, -0.5, 0.3, -1.0, 0.1, -0.2])
 CASES = {
     "threshold": {"branching": (4, 2, 4), "tile": 8, "threshold": 1 / 16},
@@ -322,7 +322,8 @@ def test_counts(case):
         assert counted.entries == HEADS * (own + 16 * sum(earlier))
     if case == "nothing selected":  # the first group: 4 keys, its sibling, the other node
         assert counted.entries == HEADS * (own + sum(4 + 1 + 1 + n - 1 for n in earlier if n))
-    assert counted.scored == HEADS * 8 * sum(earlier)
+    per_chunk = 2 * 4 * (DIM + 1) + (2 * DIM + 1)  # groups in half of the channels, and the mean of the chunk
+    assert counted.selection == HEADS * per_chunk * sum(earlier)
     assert counted.pooling == 3 * 2 * KV_HEADS * (DIM + VALUE_DIM) * (16 + 4 + 2)
     assert counted.clustering > 0
 

@@ -25,6 +25,7 @@ CASES = {
     "many heads": (SMALL | {"threshold": 0.05}, (37, 1, 16, 16)),
     "many heads of a list": (SMALL | {"threshold": 0.05, "share_lists": True}, (37, 1, 16, 16)),
     "exact at first": (SMALL | {"threshold": 0.1, "exact_until": 128}, (4, 2, 16, 16)),
+    "half of the channels": (SMALL | {"threshold": 0.05}, (2, 1, 64, 16)),
     "two nodes": ({"branching": (8, 8, 2), "tile": 64, "threshold": 0.03}, (2, 1, 16, 16)),
 }
 
@@ -194,23 +195,13 @@ def test_state_moves_between_backends():
     text.step()
 
 
-@pytest.mark.parametrize("name", ["threshold", "per head"])
-def test_scores_in_two_parts(name, monkeypatch):
-    """Means and spreads in one table, as GPUs with 8-bit products have them."""
-    from hsa.attention.clustered.triton import cluster
-
-    monkeypatch.setattr(cluster, "scores_of", lambda dtype, dim, device: (dtype, 2))
-    text = Text([150], *CASES[name])
-    text.read([121])
-    assert text.cache._stored[0]["scores"].shape[4] == 2
-    for _ in range(29):
-        text.step()
-    # Scores of another form are computed again.
-    two_parts = text.cache._stored[0]["scores"][:, :, :2]
-    state = text.cache.state_dict()
-    state["layers"][0]["scores"] = torch.zeros_like(state["layers"][0]["scores"][:, :, :, :, :1])
+def test_saved_scores_of_another_type_are_computed_again():
+    text = Text([150], *CASES["half of the channels"])
+    text.read([150])
+    scores, state = text.cache._stored[0]["scores"][:, :, :2].clone(), text.cache.state_dict()
+    state["layers"][0]["scores"] = torch.zeros_like(state["layers"][0]["scores"], dtype=torch.float8_e4m3fn)
     text.cache.load_state_dict(state)
-    torch.testing.assert_close(text.cache._stored[0]["scores"][:, :, :2], two_parts)
+    torch.testing.assert_close(text.cache._stored[0]["scores"][:, :, :2], scores)
 
 
 @pytest.mark.parametrize("lengths", [[150], [70, 133]])

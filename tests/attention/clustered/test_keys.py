@@ -109,7 +109,9 @@ def test_scores_are_relative_means_and_spreads_in_the_largest_channels(batch, se
             assert keys.channels[head, n].tolist() == expected
             relative = (groups[head, n] - roots[head, n])[:, expected]
             torch.testing.assert_close(means[head, n], relative, rtol=1e-9, atol=1e-12)
-    whole = spreads_of(levels_of(keys, "k")[0].flatten(1, 2).unflatten(1, (-1, sizes[0]))).unflatten(1, (len(chunks), -1))
+    whole = spreads_of(levels_of(keys, "k")[0].flatten(1, 2).unflatten(1, (-1, sizes[0]))).unflatten(
+        1, (len(chunks), -1)
+    )
     index = keys.channels.long().unsqueeze(2).expand(-1, -1, keys.shape.groups, -1)
     torch.testing.assert_close(spreads, whole.gather(3, index), rtol=1e-9, atol=1e-12)
 

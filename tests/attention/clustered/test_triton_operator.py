@@ -7,7 +7,8 @@ import torch
 
 import hsa
 from hsa.attention.clustered.call import SelectCall
-from hsa.attention.clustered.layout import Shape, layout_of
+from hsa.attention.clustered.keys import build_keys, scores_of
+from hsa.attention.clustered.layout import BRANCHING, Shape, layout_of
 from hsa.attention.clustered.why_not import why_not_triton_select
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
@@ -38,6 +39,8 @@ CASES = {
     "no bias": ([700], [200], (2, 2, 16, 16), {"threshold": 1 / 16, "pooled_bias": float("-inf")}),
     "exact at first": ([820, 40, 600], None, (4, 2, 16, 16), {"causal": True, "threshold": 0.1, "exact_until": 300}),
     "exact if short": ([820, 300], [90, 70], (2, 1, 16, 16), {"threshold": 0.1, "exact_until": 512}),
+    "half of the channels": ([600, 300], None, (4, 2, 64, 16), {"causal": True, "threshold": 1 / 32}),
+    "half, top_k": ([600], [100], (2, 2, 64, 16), {"top_k": 5}),
     "chunks of 512": ([1100], [128], (2, 2, 16, 16), {"threshold": 1 / 16, "branching": (8, 8, 8)}),
 }
 
@@ -62,15 +65,22 @@ def test_kernels_agree_with_torch(case, slab, monkeypatch):
     torch.testing.assert_close(lse, wanted_lse, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["causal", "per head", "top_k"])
-def test_scores_in_two_parts(name, monkeypatch):
-    """Means and spreads in one table, as GPUs with 8-bit products have them."""
-    monkeypatch.setattr(cluster, "scores_of", lambda dtype, dim, device: (dtype, 2))
+@pytest.mark.parametrize("name", ["ragged", "half of the channels", "windows", "chunks of 512"])
+def test_clustered_keys_agree(name):
     lengths, queries, sizes, options = CASES[name]
-    q, k, v = inputs(lengths, queries, sizes)
-    out = hsa.clustered_attention(q, k, v, lengths, backend="triton", **options)
-    wanted = hsa.clustered_attention(q, k, v, lengths, backend="torch", **options)
-    torch.testing.assert_close(out, wanted, atol=2e-5, rtol=0)
+    _, k, v = inputs(lengths, queries, sizes)
+    k *= torch.rand(sizes[2], device=DEVICE) + 0.5
+    layout = layout_of(lengths, shape=Shape.of(options.get("branching", BRANCHING), causal=False), causal=False)
+    windows = options.get("windows", False)
+    by_kernel, by_torch = (build(k, v, layout, windows=windows) for build in (cluster.build_keys, build_keys))
+    assert torch.equal(by_kernel.channels, by_torch.channels)
+    if not windows:
+        same = (by_kernel.order == by_torch.order).all(-1)
+        assert same.float().mean() > 0.8  # rounding may move a key from one half to the other
+        for a, b in ((by_kernel.k, by_torch.k), (by_kernel.v, by_torch.v)):
+            torch.testing.assert_close(a[same], b[same], atol=1e-5, rtol=0)
+        means, others = (x.scored[0][same] for x in (by_kernel, by_torch))
+        torch.testing.assert_close(means, others, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -190,7 +200,7 @@ def test_scores_in_8_bits_open_almost_the_same_groups(mean):
     keys = hsa.cluster(k, v, [3000])
     if keys.scores.dtype != torch.float8_e4m3fn:
         pytest.skip("this GPU multiplies no 8-bit numbers")
-    in_16_bits = replace(keys, scores=keys.spread.unflatten(2, (4, 8)).unsqueeze(3))
+    in_16_bits = replace(keys, scores=scores_of(keys.k, keys.channels, keys.shape))
     rule = {"causal": True, "threshold": 1 / 64, "backend": "triton"}
     coarse, exact = (hsa.select_groups(q, k, x, [3000], **rule).first != 255 for x in (keys, in_16_bits))
     assert 0.02 < exact.float().mean() < 0.98

@@ -134,8 +134,8 @@ def score(
     token, head, there = _rows(kv_head, heads // kv_heads, to_token, HEADS, TOKENS)
     there = there & (token >= from_token)
     column, value_column = tl.arange(0, DIM), tl.arange(0, DV)
-    at = q + sequence * q_batch + token * q_token + head * q_head
-    x = tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0)
+    at = sequence * q_batch + token * q_token + head * q_head
+    x = tl.load(q + at[:, None] + column[None, :], mask=there[:, None], other=0.0)
     entry = (sequence * tokens + token) * heads + head
     top = tl.full([HEADS * TOKENS], float("-inf"), tl.float32)
     mass = tl.zeros([HEADS * TOKENS], tl.float32)
