@@ -266,11 +266,13 @@ def clustered_attention(
         estimate(q, G) = scale · q·mean(k, G) + log |G| + spread · |scale · q·s_G|  ≥  Z(q) + log threshold
 
     with s_G the principal direction of the group's keys times the standard deviation along it, and Z the log-sum-exp of the
-    exact logits and of the pooled nodes. From head dim 64 on, the products with s_G and with the difference between the means
-    of the group and of its chunk take half of the channels, those with the largest keys in the first chunk. A group is *open* for a query if the query or an earlier one of its tile wants it
-    (without `causal`: any query of the tile). The keys of open groups are exact; everything else is read through the
-    largest nodes B without an open group, with logit scale · q·mean(k, B) + log |B| and value mean(v, B). Nothing depends
-    on later tokens, and with all groups open the result is softmax attention. The group of the first key is always open.
+    exact logits and of the pooled nodes. From head dim 64 on, the products with s_G, and with the mean of a group relative
+    to that of its chunk, take half of the channels: those with the largest keys in the first chunk of the sequence.
+
+    A group is *open* for a query if the query or an earlier one of its tile wants it (without `causal`: any query of the
+    tile). The keys of open groups are exact; everything else is read through the largest nodes B without an open group,
+    with logit scale · q·mean(k, B) + log |B| and value mean(v, B). Nothing depends on later tokens, and with all groups
+    open the result is softmax attention. The group of the first key is always open.
 
     Args:
         q: `[queries, heads, dim]`, sequences one after another.
