@@ -84,8 +84,8 @@ def test_the_main_job_runs_offline(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert "hierarchical against flat" in result.stdout
-    assert {"hierarchical", "flat", "deepsets", "report.md", "attention.png"} <= {
+    assert "bottom-up against flat" in result.stdout
+    assert {"bottom-up", "hierarchical", "flat", "report.md", "depth.png"} <= {
         p.name for p in (tmp_path / "run").iterdir()
     }
 

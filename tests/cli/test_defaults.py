@@ -12,7 +12,7 @@ from hsa.models.options import ModelOptions
 from hsa.research.match3.options import Match3Options
 from hsa.training.options import DataOptions, LanguageOptions, TrainingOptions
 from hsa.training.recipe import Recipe
-from hsa.training.tasks import TASKS
+from hsa.training.tasks import EXAMPLES, TASKS
 
 DATA = Path("rows.csv")
 
@@ -50,15 +50,17 @@ def test_changed_options():
 
 def test_every_task_is_listed():
     listed = entries(defaults_by_task())
-    assert {title.split(" ")[0] for title in listed} == set(TASKS.names())
+    examples = {f"--example {name}" for name in EXAMPLES.names()}
+    assert {title.split(" ")[0] for title in listed if title not in examples} == set(TASKS.names())
+    assert listed["--example python"]["--vocabulary"] == "4096"
     assert listed["regression"] == listed["classification"] == {}
     assert listed["seq2seq without DATA"] == {"--vocabulary": "512"}
     assert (listed["lm"]["--models"], listed["lm"]["--learning-rate"]) == ("multiscale flat", "0.003")
     assert "--models" not in defaults_by_task(COMPARED, models=False)
     assert set(entries(defaults_by_task(COMPARED))) == {
         "classification",
-        "classification without DATA",
         "regression",
+        *examples,
     }
 
 
@@ -84,5 +86,5 @@ def test_full_help_lists_them(call):
     for line in defaults_by_task().splitlines()[2:]:
         assert line.removeprefix("- ") in out
     _, out, _ = call("compare", "--help-all", columns=400)
-    assert "classification without DATA: --max-tokens 384" in out
+    assert "--example python: --max-tokens 384" in out
     assert not re.search("lm: --", out)

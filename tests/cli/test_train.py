@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import stat
@@ -64,9 +65,50 @@ COMMAND = [sys.executable, "-c", "from hsa.cli.main import run; run()"]
 # From data to predictions
 
 
-def test_without_data_the_standard_library_is_learned(call):
+def test_without_data_expressions_are_learned(call):
+    code, out, err = call("train", "--quick", "--cpu", "--width", "16", "--epochs", "1", columns=80)
+    assert (code, err) == (0, "")
+    assert "ListOps: values of nested expressions: 2,000 to train, 500 to validate, 500 to" in out
+    said = " ".join(out.split())
+    assert re.search(r"bottom-up against flat: [+-]\d+\.\d points", said)
+    meaning = re.search(
+        r"(\S+), which knows the tree of an expression, evaluates (\d+)% of them correctly; flat, which", said
+    )
+    folder = Path("runs/listops")
+    results = {result["model"]: result for result in json.loads((folder / "results.json").read_text())}
+    assert list(results) == ["bottom-up", "hierarchical", "flat"]
+    assert f"{results[meaning[1]]['scores']['accuracy']:.0%}" == f"{meaning[2]}%"
+    report = (folder / "report.md").read_text()
+    assert "## Accuracy by the depth of expressions" in report
+    assert meaning[0] in report
+    for name in ("depth.png", "attention.png"):
+        with Image.open(folder / name) as image:
+            assert min(image.size) > 300
+    code, _, err = call("predict", folder, "[MAX 1 2 ]")
+    assert code == 2
+    assert "a model of generated data" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--example", "lisp"], "example: expected one of python, listops, got 'lisp'. Did you mean 'listops'?"),
+        (["--example", "python", "--task", "lm"], "example: expected an example alone"),
+        (["reviews.csv", "--example", "python"], "got python with DATA, reviews.csv"),
+        (["--text", "review"], "text: expected no such option, because the expressions are generated"),
+        (["--max-tokens", "9"], "got 9 with --example listops. Omit it, or pass DATA or --example python"),
+    ],
+)
+def test_options_that_do_not_fit_an_example(call, words, message):
+    code, _, err = call("train", *words)
+    assert code == 2
+    assert message in " ".join(err.split())
+    assert not Path("runs").exists()
+
+
+def test_example_python_learns_the_standard_library(call):
     sizes = ("--width", "16", "--max-tokens", "64", "--epochs", "1", "--vocabulary", "512")
-    code, out, err = call("train", "--quick", "--cpu", *sizes, columns=80)
+    code, out, err = call("train", "--example", "python", "--quick", "--cpu", *sizes, columns=80)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert max(map(len, lines)) <= 140

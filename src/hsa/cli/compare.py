@@ -88,7 +88,7 @@ def compare(
     further seeds. The test data are not used to select anything.
 
     Without DATA, the examples are the classes and functions of the Python standard library, and the label is the package
-    they come from.
+    they come from; --example listops compares models of nested expressions.
 
     With --minutes, every run trains for this time, but for at most 100 epochs and with --patience 0, unless you pass
     --epochs or --patience.
@@ -140,7 +140,7 @@ def compare(
 
 def _recipe(options: Recipe, quick: bool) -> Recipe:
     """Return the recipe of a comparison: one of a classifier or regressor, with its limits of time and length."""
-    recipe = complete_recipe(options, quick, MODELS)
+    recipe = complete_recipe(options, quick, MODELS, example="python")
     if recipe.read.task not in TASKS:
         raise InvalidInput(
             "task",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hsa.training.recipe import Recipe
-from hsa.training.tasks import TASKS
+from hsa.training.tasks import EXAMPLES, TASKS, Task
 
 _SOME_DATA = Path("DATA")
 
@@ -23,7 +23,11 @@ def defaults_by_task(names: Iterable[str] | None = None, *, models: bool = True)
     """
     lines = ["Defaults by task, where they differ from those of --task classification with DATA:", ""]
     for name in TASKS.names() if names is None else names:
-        lines += [f"- {title}: {changes}" for title, changes in _of_task(name, models)]
+        lines += [f"- {title}: {changes}" for title, changes in _of_task(name, TASKS.get(name), models)]
+    usual = TASKS.get("classification").preset(_SOME_DATA, False)
+    for name in EXAMPLES.names():
+        changes = changed_options(EXAMPLES.get(name).preset(None, False), usual)
+        lines.append(f"- --example {name}: {_listed(changes, models)}")
     return "\n".join(lines)
 
 
@@ -55,27 +59,28 @@ def changed_options(recipe: Recipe, since: Recipe) -> dict[str, Any]:
     for group, before in groups:
         values = {f.name: getattr(group, f.name) for f in fields(group)}
         changed |= {name: value for name, value in values.items() if value != getattr(before, name)}
-    changed.pop("task", None)
+    for name in ("task", "example"):
+        changed.pop(name, None)
     return {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
 
 
-def _of_task(name: str, models: bool) -> list[tuple[str, str]]:
+def _of_task(name: str, task: Task, models: bool) -> list[tuple[str, str]]:
     """Return titles and changes: with DATA; without DATA, relative to that; with --quick, relative to that."""
-    preset = TASKS.get(name).preset
+    preset = task.preset
     usual = preset(_SOME_DATA, False)
     cases = {
         name: changed_options(usual, Recipe()),
         f"{name} without DATA": changed_options(preset(None, False), usual),
         f"{name} with --quick": changed_options(preset(_SOME_DATA, True), usual),
     }
-    if not models:
-        for changes in cases.values():
-            changes.pop("--models", None)
-    return [
-        (title, ", ".join(f"{option} {_format(value)}" for option, value in changes.items()) or "none")
-        for title, changes in cases.items()
-        if changes or title == name
-    ]
+    listed = {title: _listed(changes, models) for title, changes in cases.items()}
+    return [(title, changes or "none") for title, changes in listed.items() if changes or title == name]
+
+
+def _listed(changes: Mapping[str, Any], models: bool) -> str:
+    """Return options with their values as a list; without --models, if not `models`."""
+    shown = {option: value for option, value in changes.items() if models or option != "--models"}
+    return ", ".join(f"{option} {_format(value)}" for option, value in shown.items())
 
 
 def _format(value: Any) -> str:

@@ -13,7 +13,7 @@ from hsa.cli.progress import skipped_line
 from hsa.errors import InvalidInput
 from hsa.registry import resolve
 from hsa.training.recipe import Recipe, load_recipe, overridden
-from hsa.training.tasks import TASKS
+from hsa.training.tasks import task_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,21 +41,34 @@ def is_recipe(data: Path | None) -> bool:
     return data is not None and data.suffix.lower() in (".yaml", ".yml")
 
 
-def complete_recipe(options: Recipe, quick: bool, models: tuple[str, ...] | None = None) -> Recipe:
+def complete_recipe(
+    options: Recipe, quick: bool, models: tuple[str, ...] | None = None, *, example: str = "listops"
+) -> Recipe:
     """Return the recipe file, or the preset of the task, with the options of the command line in place of its own.
 
     Args:
         options: Options as parsed from the command line; those in `NAMED` override.
         quick: Whether to shorten the run, see `shorten_recipe`.
         models: Models to train, in place of the preset's, where neither the command line nor a recipe file names any.
+        example: Example to use where neither data nor another task are given.
     """
+    options = _with_example(options, example)
     if options.data is not None and is_recipe(options.data):
         base = load_recipe(options.data)
     else:
-        base = TASKS.get(options.read.task).preset(options.data, quick)
+        base = task_of(options).preset(options.data, quick)
         base = base if models is None else replace(base, models=models)
-    recipe = overridden(base, options, NAMED.get())
+    recipe = _with_example(overridden(base, options, NAMED.get()), example)
+    task_of(recipe)  # a recipe file may have data, and the command line name an example
     return shorten_recipe(recipe) if quick else recipe
+
+
+def _with_example(recipe: Recipe, example: str) -> Recipe:
+    """Return the recipe with this example if it is a classification that names neither data nor an example."""
+    read = recipe.read
+    if recipe.data is not None or read.task != "classification" or read.example is not None:
+        return recipe
+    return replace(recipe, read=replace(read, example=example))
 
 
 def shorten_recipe(recipe: Recipe) -> Recipe:
@@ -88,7 +101,7 @@ def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, co
     for group in recipe.extra.values():
         group.check_models(recipe.models)
     check_entmax(recipe.models, recipe.model)
-    prepare = TASKS.get(recipe.read.task).prepare
+    prepare = task_of(recipe).prepare
     assert prepare is not None  # every task of a classifier has it
     with accelerator.main_process_first():  # the other processes load the data from the cache
         prepared: PreparedData = resolve(prepare)(recipe, small, say)
@@ -102,7 +115,7 @@ def run_folder(recipe: Recipe, out: Path | None, resume: bool, accelerator: Any 
 
     `kind` is a prefix of its default name.
     """
-    name = kind + (TASKS.get(recipe.read.task).own_data if recipe.data is None else recipe.data.stem)
+    name = kind + (task_of(recipe).own_data if recipe.data is None else recipe.data.stem)
     if accelerator is None or accelerator.num_processes == 1:
         return choose_folder(name, out, resume, files=_RUNS)
     from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]

@@ -66,8 +66,9 @@ def train(
     Trains a hierarchical encoder and baselines with the same number of parameters (softmax attention over all leaves; no
     attention), tests them on held-out data, and writes the models, a report and pictures to a folder.
 
-    Without DATA, the examples are the classes and functions of the Python standard library, and the label is the package
-    they come from. Nothing is downloaded.
+    Without DATA, the models learn to evaluate nested expressions such as [MAX 2 9 [MIN 4 7 ] 0 ], whose tree hierarchical
+    models know. With --example python, they learn which package of the Python standard library a class or function comes
+    from. Nothing is downloaded.
 
     --task lm trains a language model and one with flat attention; `hsa generate` continues texts with it. DATA is a text, a
     folder of texts, or a table with --text columns; without DATA, the docstrings of the Python standard library.
@@ -156,13 +157,16 @@ def _report(
     failed: dict[str, NoResult],
     folder: Path,
 ) -> None:
-    from hsa.training.report import report_lines, result_table, write_report
+    from hsa.training.report import report_lines, result_table, summary, write_report
 
     pictures = write_report(folder, recipe, prepared, results, failed)
-    print_results(console, result_table(results, failed), report_lines(prepared, results))
+    meaning = summary(recipe, prepared, results)
+    lines = [*report_lines(prepared, results), *(["", meaning] if meaning else [])]
+    print_results(console, result_table(results, failed), lines)
     model = folder / results[0].model
-    generated = prepared.input_spec.kind == "generated"
-    following = "" if generated else f"hsa predict {model} {_data_to_predict(recipe, prepared)}"
+    following = f"hsa predict {model} {_data_to_predict(recipe, prepared)}"
+    if prepared.input_spec.kind == "generated":
+        following = "hsa train YOUR.csv --text COLUMN --label COLUMN"
     print_paths(console, model, folder / "report.md", pictures, following)
 
 

@@ -5,7 +5,7 @@
 - `decomposition`: CP decomposition of three-way tensors.
 - `head_fusion`: learned alternatives to concatenating heads.
 - `head_kernels`: comparison, weighting and pruning of heads, seen as kernels over examples (`hsa heads`).
-- `listops`: generator of nested list operations (ListOps).
+- `listops`: nested list operations (ListOps): generator, and the default example of `hsa train`.
 - `match3`: a task that needs triples of tokens.
 - `trilinear`: attention of a query to pairs of keys.
 
@@ -18,7 +18,7 @@ from hsa.exports import lazy
 from hsa.models.registry import MODELS, Model
 from hsa.registry import FUSIONS, KINDS
 from hsa.training.options import EXTRA_OPTIONS
-from hsa.training.tasks import TASKS
+from hsa.training.tasks import EXAMPLES, TASKS
 
 if TYPE_CHECKING:
     from hsa.research.bidaf import AttentionFlow as AttentionFlow
@@ -70,3 +70,4 @@ for _kind in ("trilinear", "hierarchical-trilinear"):  # fusions act on single k
 
 TASKS.register("match3", "hsa.research.match3.task:MATCH3")
 EXTRA_OPTIONS.register("match3", "hsa.research.match3.options:Match3Options")
+EXAMPLES.register("listops", "hsa.research.listops.example:LISTOPS")

@@ -73,6 +73,8 @@ class DataOptions:
         label: Column to predict.
         number: Columns that hold numbers.
         image: Columns that hold images: paths relative to the file, or the bytes.
+        example: Built-in data to use without DATA: listops (values of nested expressions, which are generated) or python
+            (packages of the Python standard library). `hsa train` uses listops by default, `hsa compare` python.
         task: Task: classification (the label names a class), regression (the label is a number), lm (a language model of the
             texts), seq2seq (the label is a text to generate), or match3 (a study on generated numbers: does a number match
             two others?).
@@ -93,6 +95,7 @@ class DataOptions:
     label: str | None = None
     number: tuple[str, ...] = ()
     image: tuple[str, ...] = ()
+    example: str | None = None
     task: str = "classification"
     validation: Path | None = None
     test: Path | None = None

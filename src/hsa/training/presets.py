@@ -1,4 +1,4 @@
-"""Default options of each task. A recipe and the command line override them."""
+"""Default options of each task and of the example python. A recipe and the command line override them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from hsa.training.tasks import Task
 
 
 def classification(data: Path | None, quick: bool) -> Recipe:
-    """Return the defaults. Without data, the sizes suit two thousand short programs on two CPU cores."""
-    if data is not None:
-        return Recipe(data)
+    """Return the defaults."""
+    return Recipe(data)
+
+
+def python(data: Path | None, quick: bool) -> Recipe:
+    """Return defaults that suit two thousand short programs on two CPU cores."""
     return Recipe(
-        read=DataOptions(vocabulary=4096, max_tokens=384),
+        data,
+        read=DataOptions(example="python", vocabulary=4096, max_tokens=384),
         model=ModelOptions(width=96),
         training=TrainingOptions(epochs=6, learning_rate=3e-3, batch_tokens=8192),
     )
@@ -57,7 +61,8 @@ def encoder_decoder(data: Path | None, quick: bool) -> Recipe:
 
 
 _PREPARE = "hsa.training.data.prepare:prepare_recipe"
-CLASSIFICATION = Task(classification, "python-standard-library", prepare=_PREPARE)
-REGRESSION = Task(regression, "python-standard-library", prepare=_PREPARE)
+CLASSIFICATION = Task(classification, "data", prepare=_PREPARE)
+REGRESSION = Task(regression, "data", prepare=_PREPARE)
+PYTHON = Task(python, "python-standard-library", prepare=_PREPARE)
 LM = Task(language_model, "python-standard-library")
 SEQ2SEQ = Task(encoder_decoder, "marked-sentences")

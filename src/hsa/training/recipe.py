@@ -29,7 +29,7 @@ class Recipe:
     """Options of one `hsa train` run.
 
     Args:
-        data: File of rows, or folder with one subfolder per class; None for the Python standard library.
+        data: File of rows, or folder with one subfolder per class; None for built-in data.
         models: Models to train. The first is the reference; the others are matched to its size.
         read: Options of the data.
         model: Options of the models.

@@ -21,7 +21,7 @@ from hsa.training.experiment import Result
 from hsa.training.failures import NoResult, lines_of, rows_without_results
 from hsa.training.recipe import Recipe
 from hsa.training.significance import margin
-from hsa.training.tasks import TASKS
+from hsa.training.tasks import task_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,6 +86,12 @@ def report_lines(prepared: PreparedData, results: list[Result]) -> list[str]:
     return lines
 
 
+def summary(recipe: Recipe, prepared: PreparedData, results: list[Result]) -> str:
+    """Return what the results mean, if the task or example knows; otherwise an empty text."""
+    function = task_of(recipe).summary
+    return "" if function is None else str(resolve(function)(prepared, results))
+
+
 def significance(difference: float, margin: float) -> str:
     """Return whether a difference exceeds its margin, in words."""
     return "significant" if abs(difference) > margin else "not significant"
@@ -129,10 +135,12 @@ def write_report(
     caption = _caption(header)
     lines += ["", f"{caption[0].upper()}{caption[1:]}."]
     lines += ["", *(f"- {line}" for line in [*report_lines(prepared, results), *lines_of(failed)]), ""]
+    if meaning := summary(recipe, prepared, results):
+        lines += [meaning, ""]
     for model, levels in sparse.items():
         lines += [f"## Sparsity of {model}", "", *markdown_table(HEADER, rows_of_levels(levels)), "", _SPARSITY, ""]
     lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
-    added = TASKS.get(recipe.read.task).report
+    added = task_of(recipe).report
     if added is not None:
         more_lines, more_pictures = resolve(added)(folder, recipe, prepared)
         lines, pictures = [*lines, "", *more_lines], [*pictures, *more_pictures]

@@ -19,6 +19,8 @@ OPERATORS = ("MIN", "MAX", "MED", "SM")
 END = 10 + len(OPERATORS)
 """Token id of the closing bracket. Digits are their own ids; the operators follow them."""
 VOCABULARY = END + 1
+WORDS = (*map(str, range(10)), *(f"[{name}" for name in OPERATORS), "]")
+"""Written forms of the tokens, by id."""
 _OPERATION_CHANCE = 0.25
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsa.errors import InvalidInput
-from hsa.research.listops import END, OPERATORS, VOCABULARY, expressions
+from hsa.research.listops.generator import END, OPERATORS, VOCABULARY, expressions
 from hsa.signals import Leaf
 
 SMALL = {"shortest": 5, "longest": 60, "operands": 4, "depth": 5}
