@@ -81,9 +81,8 @@ def test_without_data_expressions_are_learned(call):
     report = (folder / "report.md").read_text()
     assert "## Accuracy by the depth of expressions" in report
     assert meaning[0] in report
-    for name in ("depth.png", "attention.png"):
-        with Image.open(folder / name) as image:
-            assert min(image.size) > 300
+    with Image.open(folder / "depth.png") as image:
+        assert min(image.size) > 300
     code, _, err = call("predict", folder, "[MAX 1 2 ]")
     assert code == 2
     assert "a model of generated data" in err

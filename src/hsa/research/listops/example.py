@@ -17,7 +17,7 @@ def preset(data: Path | None, quick: bool) -> Recipe:
         ("bottom-up", "hierarchical", "flat"),
         DataOptions(example="listops"),
         ModelOptions(width=64, layers=2, dropout=0.0),
-        TrainingOptions(epochs=100, minutes=0.2 if quick else 0.8, learning_rate=3e-3, patience=0),
+        TrainingOptions(epochs=100, minutes=0.2 if quick else 0.8, learning_rate=2e-3, patience=0),
     )
 
 
