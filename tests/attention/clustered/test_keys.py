@@ -89,10 +89,11 @@ def test_the_spread_is_the_principal_direction_times_the_standard_deviation(seed
 
 
 @given(batches(), st.integers(0, 10**6))
-def test_scores_are_relative_means_and_spreads_in_the_largest_channels(batch, seed):
-    """Both halves of a rotary pair are chosen, by the keys of the first chunk of the sequence alone."""
+def test_scores_are_relative_means_and_spreads_in_the_channels_that_vary(batch, seed):
+    """Both halves of a rotary pair are chosen, by length times deviation of the keys in the first chunk of the sequence."""
     factors = torch.randn(batch.k.shape[2], generator=torch.Generator().manual_seed(seed), dtype=torch.float64).exp()
     batch.k *= factors
+    batch.k += factors.flip(0)  # a mean, which has length and no deviation
     keys, dim, sizes = batch.cluster(), batch.k.shape[2], batch.branching
     means, spreads = keys.scored
     _, groups, _, roots = levels_of(keys, "k")
@@ -100,11 +101,11 @@ def test_scores_are_relative_means_and_spreads_in_the_largest_channels(batch, se
     for head in range(KV_HEADS):
         for n, (sequence, _) in enumerate(chunks):
             first = batch.k[batch.sequences()[sequence][1].start :][: batch.chunk, head]
-            squares = first.square().sum(0)
+            weights = first.square().sum(0).sqrt() * first.std(0, unbiased=False)
             if dim < 64:
                 expected = list(range(dim))
             else:
-                pairs = (squares[: dim // 2] + squares[dim // 2 :]).topk(dim // 4).indices.tolist()
+                pairs = (weights[: dim // 2] + weights[dim // 2 :]).topk(dim // 4).indices.tolist()
                 expected = sorted(pairs) + [i + dim // 2 for i in sorted(pairs)]
             assert keys.channels[head, n].tolist() == expected
             relative = (groups[head, n] - roots[head, n])[:, expected]

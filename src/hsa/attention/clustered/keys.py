@@ -155,15 +155,20 @@ def scored_dim(dim: int) -> int:
 
 @torch.no_grad()
 def scored_channels(chunks: Tensor) -> Tensor:
-    """Return the channels `[kv_heads, chunks, channels]` with the largest squares in chunks `[kv_heads, chunks, keys, dim]`.
+    """Return the channels `[kv_heads, chunks, channels]` in which the keys of chunks are long and vary most.
 
-    Channels i and i + dim / 2 are chosen together, because rotary embeddings turn them into each other.
+    Keys that differ in a channel can be told apart by it, and where keys are long, queries often are too. Channels i and
+    i + dim / 2 are chosen together, because rotary embeddings turn them into each other.
+
+    Args:
+        chunks: `[kv_heads, chunks, keys, dim]`.
     """
     dim = chunks.shape[-1]
     if scored_dim(dim) == dim:
         return torch.arange(dim, dtype=torch.int16, device=chunks.device).expand(*chunks.shape[:2], dim)
-    squares = torch.linalg.vector_norm(chunks, dim=2, dtype=torch.promote_types(chunks.dtype, torch.float32)).square()
-    pairs = squares.unflatten(-1, (2, -1)).sum(-2).nan_to_num(math.inf)
+    chunks = chunks.to(torch.promote_types(chunks.dtype, torch.float32))
+    weights = chunks.norm(dim=2) * (chunks - chunks.mean(2, keepdim=True)).norm(dim=2)
+    pairs = weights.unflatten(-1, (2, -1)).sum(-2).nan_to_num(math.inf)
     largest = pairs.sort(dim=-1, descending=True, stable=True).indices[..., : scored_dim(dim) // 2].sort(-1).values
     return torch.cat([largest, largest + dim // 2], -1).to(torch.int16)
 

@@ -267,7 +267,7 @@ def clustered_attention(
 
     with s_G the principal direction of the group's keys times the standard deviation along it, and Z the log-sum-exp of the
     exact logits and of the pooled nodes. From head dim 64 on, the products with s_G, and with the mean of a group relative
-    to that of its chunk, take half of the channels: those with the largest keys in the first chunk of the sequence.
+    to that of its chunk, take half of the channels: those in which the keys of the first chunk are long and vary.
 
     A group is *open* for a query if the query or an earlier one of its tile wants it (without `causal`: any query of the
     tile). The keys of open groups are exact; everything else is read through the largest nodes B without an open group,

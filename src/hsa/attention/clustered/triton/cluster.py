@@ -172,19 +172,25 @@ def _sorted(
 
 @triton.jit
 def choose_channels(k, k_row, channels, CHUNK: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr):
-    """Store the channels with the largest squares of the keys of a chunk, given its first row, as `scored_channels` does."""
+    """Store the channels that tell the keys of a chunk apart best, given its first row, as `scored_channels` does."""
     HALF: tl.constexpr = DIM // 2
     row, pair = tl.arange(0, CHUNK), tl.arange(0, HALF)
     at = k + row[:, None] * k_row + pair[None, :]
     low, high = tl.load(at).to(tl.float32), tl.load(at + HALF).to(tl.float32)
-    squares = tl.sum(low * low + high * high, 0)
-    squares = tl.where(squares == squares, squares, float("inf"))
-    other, one = squares[:, None], squares[None, :]
+    weight = _length_times_deviation(low, CHUNK) + _length_times_deviation(high, CHUNK)
+    weight = tl.where(weight == weight, weight, float("inf"))
+    other, one = weight[:, None], weight[None, :]
     is_before = (other > one) | ((other == one) & (pair[:, None] < pair[None, :]))
     is_chosen = tl.sum(is_before.to(tl.int32), 0) < CHANNELS // 2
     to = channels + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     tl.store(to, pair.to(tl.int16), mask=is_chosen)
     tl.store(to + CHANNELS // 2, (pair + HALF).to(tl.int16), mask=is_chosen)
+
+
+@triton.jit
+def _length_times_deviation(x, SIZE: tl.constexpr):
+    centred = x - (tl.sum(x, 0) / SIZE)[None, :]
+    return tl.sqrt(tl.sum(x * x, 0)) * tl.sqrt(tl.sum(centred * centred, 0))
 
 
 @triton.jit
