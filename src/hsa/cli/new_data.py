@@ -1,0 +1,92 @@
+"""Data for `hsa predict` and `hsa evaluate`: tables, texts, files, and models that read them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hsa.cli.inspect import STDIN
+from hsa.errors import InvalidInput
+from hsa.table_format import TableFormat
+
+if TYPE_CHECKING:
+    from hsa.signals.readers import Rows
+    from hsa.training.loaded_model import LoadedModel
+
+
+def load_for_data(model: Path, text: tuple[str, ...] = (), label: str | None = None) -> LoadedModel:
+    """Load a model; `text` and `label` name the columns of a classifier of transformers, which runs on a GPU if it can."""
+    import torch
+
+    from hsa.cli.runs import split_words
+    from hsa.training.load import load
+    from hsa.training.text_classifier import LoadedTextClassifier
+
+    loaded = load(model)
+    if isinstance(loaded, LoadedTextClassifier):
+        loaded.input = loaded.input.changed(text=split_words(text), label=label)
+        return loaded.to("cuda" if torch.cuda.is_available() else "cpu")
+    return loaded
+
+
+def refuse_columns(**columns: object) -> None:
+    """Refuse options that name columns, for a model that hsa trained on its columns."""
+    for name, value in columns.items():
+        if value:
+            raise InvalidInput(
+                name,
+                got=", ".join(value) if isinstance(value, tuple) else value,
+                expected="no value for a classifier or regressor of hsa train",
+                fix="Leave it out: the model knows its columns",
+            )
+
+
+def reads_rows(loaded: LoadedModel) -> bool:
+    """Return whether a model reads the rows of tables, rather than files."""
+    return loaded.input_spec is None or loaded.input_spec.kind == "rows"
+
+
+def open_data(loaded: LoadedModel, path: Path, table: TableFormat) -> Rows | Path:
+    """Return the rows of a table for a model that reads rows; other paths as they are."""
+    from hsa.signals.readers.rows import ROW_SUFFIXES, load_rows
+
+    if reads_rows(loaded) and path.is_file() and path.suffix.lower() in ROW_SUFFIXES:
+        return load_rows(path, delimiter=table.delimiter, encoding=table.encoding)
+    table.refuse(str(path))
+    return path
+
+
+def open_argument(loaded: LoadedModel, data: str, table: TableFormat) -> str | Rows | Path:
+    """Return a text, the rows of a table, or the path that an argument of the command line stands for.
+
+    An argument with a space that names no file is a text, unless it ends as the name of a file does.
+    """
+    from hsa.signals.readers.files import SUFFIXES
+    from hsa.signals.readers.rows import ROW_SUFFIXES
+    from hsa.signals.readers.text import decode_text, load_text
+
+    if data == STDIN:
+        table.refuse("a text", "delimiter")
+        return decode_text(sys.stdin.buffer.read(), encoding=table.encoding, where=STDIN)
+    path = Path(data)
+    if data and _exists(path):
+        if path.suffix.lower() == ".txt" and path.is_file() and reads_rows(loaded):
+            table.refuse("a text", "delimiter")
+            return load_text(path, encoding=table.encoding)
+        return open_data(loaded, path, table)
+    if len(data.split()) > 1 and path.suffix.lower() not in (*ROW_SUFFIXES, *SUFFIXES):
+        table.refuse("a text")
+        return data
+    raise InvalidInput(
+        data or "data",
+        problem="no such file or folder" if data else "empty",
+        expected="a file, a text of several words in quotes, or - for a text from stdin",
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a text that is too long for a path
+        return False
