@@ -12,7 +12,7 @@ class TableFormat:
     """Format of tables, as in `hsa.signals.load_rows`.
 
     Args:
-        delimiter: Character between the fields of a .csv or .tsv file, such as ";" or tab. By default, the first rows decide.
+        delimiter: Character between the fields of a .csv or .tsv file, such as ";" or tab. By default the first rows decide.
         encoding: Encoding of text files, such as cp1252 or utf-16.
     """
 

@@ -79,7 +79,7 @@ def test_pairs_and_joined_columns(exact):
     with torch.no_grad():
         of_transformers = model.model(**both).logits.softmax(-1)[0]
     torch.testing.assert_close(model.predict_proba(pair), of_transformers)
-    with pytest.raises(InvalidInput, match="^input: expected rows with the columns premise, hypothesis, got a text$"):
+    with pytest.raises(InvalidInput, match=r"^input: expected rows with the columns premise, hypothesis, got a text$"):
         model.predict("a text")
     model.input = TextInput(("premise", "hypothesis"), join=True)
     torch.testing.assert_close(model.predict_proba(pair), model.predict_proba(f"{TEXTS[0]} {TEXTS[1]}"))
@@ -123,7 +123,10 @@ def test_operations_of_converted_layers_are_counted(exact, converted):
     ("inputs", "message"),
     [
         ("  ", "^input: expected a text with at least one word, got an empty text$"),
-        (["good", None], r"^inputs\[1\]: expected a text, or a row with the column review, got a value of type NoneType"),
+        (
+            ["good", None],
+            r"^inputs\[1\]: expected a text, or a row with the column review, got a value of type NoneType",
+        ),
         ([{"txt": "good"}], r"^inputs\[0\]: no column 'review'; expected a row with the columns review"),
         ([{"review": ""}], r"^inputs\[0\], column 'review': expected a text with at least one word, got an empty text"),
         ([{"review": 3}], r"^inputs\[0\], column 'review': expected a text with at least one word, got 3"),
@@ -145,20 +148,23 @@ def test_bad_rows(converted, tmp_path):
     assert len(model.data_set(path, bad.append)) == 1
     assert str(bad[1]) == f"{path}: row 3 (line 4): label: expected one of the model's classes: 'neg', 'pos', got 'no'"
     other = write_rows(tmp_path / "other.csv", [{"reviews": "a", "stars": "pos"}])
-    with pytest.raises(InvalidInput, match="no column 'review'; expected one of 'reviews', 'stars'. Did you mean"):
+    with pytest.raises(InvalidInput, match=r"no column 'review'; expected one of 'reviews', 'stars'. Did you mean"):
         model.predict(other)
 
 
 def test_columns_with_unusual_names_are_asked_for(exact, tmp_path):
     path = write_rows(tmp_path / "a.csv", [{"body": "good"}])
-    with pytest.raises(InvalidInput, match="no text column among .'body'.; .* Pass --text COLUMN"):
+    with pytest.raises(InvalidInput, match=r"no text column among .'body'.; .* Pass --text COLUMN"):
         load(exact).predict(path)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (language_model, r"got a transformers model \(LlamaForCausalLM\)\. Train a classifier from it with hsa finetune"),
+        (
+            language_model,
+            r"got a transformers model \(LlamaForCausalLM\)\. Train a classifier from it with hsa finetune",
+        ),
         (lambda: classifier().bert, r"got a transformers model \(BertModel\)"),
         (lambda: classifier(num_labels=1), "got a head with a single output"),
         (lambda: classifier(problem_type="multi_label_classification"), "got a model of several labels per text"),
@@ -174,7 +180,7 @@ def test_a_damaged_record_of_columns(exact, tmp_path):
     save(tmp_path, classifier())
     about = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**about, "hsa_input": {"text": 3}}))
-    with pytest.raises(InvalidInput, match="hsa_input: text: expected a list, got 3"):
+    with pytest.raises(InvalidInput, match=r"hsa_input: text: expected a list, got 3"):
         load(tmp_path)
-    with pytest.raises(InvalidInput, match="^embed: expected a classifier or a regression model of hsa train, got a"):
+    with pytest.raises(InvalidInput, match=r"^embed: expected a classifier or a regression model of hsa train, got a"):
         load(exact).embed("good")

@@ -47,7 +47,11 @@ class ByClass:
         scores = self.to_dict()["classes"]
         order = sorted(scores, key=lambda name: -scores[name]["support"]) if len(scores) > _MOST_CLASSES else scores
         rows = [
-            [name, *(f"{scores[name][score]:.3f}" for score in ("precision", "recall", "f1")), f"{scores[name]['support']:,}"]
+            [
+                name,
+                *(f"{scores[name][score]:.3f}" for score in ("precision", "recall", "f1")),
+                f"{scores[name]['support']:,}",
+            ]
             for name in list(order)[:_MOST_CLASSES]
         ]
         more = len(scores) - len(rows)
@@ -58,7 +62,9 @@ class ByClass:
             rows = [[name, *(f"{count:,}" for count in counts)] for name, counts in matrix]
             _print(console, ["true \\ predicted", *self.classes], rows)
         elif rows := self._confusions():
-            _print(console, ["true class", "predicted", "examples", "of the class"], rows, "the most frequent confusions")
+            _print(
+                console, ["true class", "predicted", "examples", "of the class"], rows, "the most frequent confusions"
+            )
 
     def _confusions(self) -> list[list[str]]:
         wrong = self.table - np.diag(np.diag(self.table))

@@ -106,7 +106,7 @@ HELP = HelpPage(
     ),
     topics={
         "Run": (),
-        "Data": (),
+        "Data": ("text", "label", "split", "join", "limit", "max_tokens"),
         "Search (--budget)": ("budget", "calibration", "calibrate_on", "every_layer"),
         _SETTINGS: (),
         "Report": ("lengths", "json"),

@@ -132,9 +132,7 @@ def _classifier(
     return _scores(test, loaded.evaluate(test), len(skipped))
 
 
-def _scores(
-    test: DataSet | LabelledTexts, evaluation: Evaluation, skipped: int
-) -> tuple[Numbers, ByClass | None]:
+def _scores(test: DataSet | LabelledTexts, evaluation: Evaluation, skipped: int) -> tuple[Numbers, ByClass | None]:
     """Return scores and costs by name, and the scores of each class; none for numbers."""
     from hsa.cli.by_class import ByClass
     from hsa.training.text_classifier import LabelledTexts

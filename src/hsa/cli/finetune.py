@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -48,7 +48,7 @@ HELP = HelpPage(
         *("epochs", "batch_size", "learning_rate", "max_tokens"),
         *("convert", "fresh", "cpu"),
     ),
-    topics={"Run": (), "Data": (), "Training": (), _SETTINGS: ()},
+    topics={"Run": (), "Data": ("text", "label", "split", "join", "limit"), "Training": (), _SETTINGS: ()},
 )
 
 
@@ -95,7 +95,7 @@ def finetune(
     bars = Bars(console)
     check_counts(limit=read.limit)
     _check_folder(out, resume)
-    table = {"delimiter": read.delimiter, "encoding": read.encoding}
+    table: dict[str, Any] = {"delimiter": read.delimiter, "encoding": read.encoding}
     split = read.split or ("train" if "split" in load_rows(data, **table).columns else None)
     examples = load_examples(data, text=read.text, label=read.label, split=split, join=read.join, **table)
     examples = examples.sample(read.limit)

@@ -1,4 +1,4 @@
-"""`TextInput`: how a text classifier reads the rows of a table, saved in its config."""
+"""`TextInput`: the columns and the length of the texts that a classifier reads, saved in its config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIELD = "hsa_input"
 
 @dataclass(frozen=True)
 class TextInput:
-    """How a text classifier reads the rows of a table.
+    """Columns and length of the texts that a classifier reads.
 
     Attributes:
         text: Columns of the text; two make a pair. Empty for columns with common names, such as "text".

@@ -77,6 +77,7 @@ def values_of(inputs: Inputs, expected: str) -> Iterator[tuple[str, Any]]:
     if isinstance(inputs, Rows):
         return ((inputs.where(i), row) for i, row in enumerate(inputs))
     _check_several(inputs, expected)
+    assert not isinstance(inputs, Path)
     return ((f"inputs[{i}]", value) for i, value in enumerate(inputs))
 
 

@@ -97,9 +97,9 @@ def load_rows(path: str | PathLike[str], *, delimiter: str | None = None, encodi
         encoding: Encoding of a text format. A byte order mark is left out.
 
     Raises:
-        InvalidInput: For an unknown format, a damaged file, too much compressed data, another encoding or delimiter, no rows,
-            missing or repeated names in the first line, more fields than names, or invalid JSON; the message names file
-            and line.
+        InvalidInput: For an unknown format, a damaged file, too much compressed data, another encoding or delimiter, no
+            rows, missing or repeated names in the first line, more fields than names, or invalid JSON; the message names
+            file and line.
         MissingExtra: If `pyarrow` is not installed, for .parquet.
 
     >>> import tempfile
@@ -162,7 +162,7 @@ def _encoding_error(error: InvalidInput, data: bytes, encoding: str) -> InvalidI
     """Return the error with the line that cannot be decoded, and with the option that names the encoding."""
     if error.got is None:  # no such encoding
         return error.moved("encoding", fix=None)
-    if data.startswith(_BYTE_ORDER_MARKS):
+    if data.startswith(_BYTE_ORDER_MARKS) and not data.startswith(codecs.BOM_UTF32_LE):
         return error.moved(error.where, got="text in utf-16", fix="Pass its encoding: --encoding utf-16")
     if b"\0" in data:
         return error.moved(error.where, fix="If it is text, pass its encoding, such as --encoding utf-16-le")
@@ -317,7 +317,10 @@ def _check_delimiter(delimiter: str) -> str:
 def _refuse_delimiter(delimiter: str | None, file: str) -> None:
     if delimiter is not None:
         raise InvalidInput(
-            "delimiter", got=f"{delimiter!r} for {file}", expected="no value except for .csv and .tsv", fix="Leave it out"
+            "delimiter",
+            got=f"{delimiter!r} for {file}",
+            expected="no value except for .csv and .tsv",
+            fix="Leave it out",
         )
 
 

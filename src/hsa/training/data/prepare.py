@@ -31,6 +31,7 @@ from hsa.signals.readers.rows import ROW_SUFFIXES, load_rows
 from hsa.signals.readers.rows import Rows as LoadedRows
 from hsa.signals.readers.tokens import load_tokenizer
 from hsa.signals.windows import in_windows
+from hsa.table_format import TableFormat
 from hsa.training.data.data_set import DataSet, Example, build, split_at_random
 from hsa.training.data.sources import (
     Columns,
@@ -44,7 +45,6 @@ from hsa.training.data.sources import (
     or_skip,
     stamp,
 )
-from hsa.table_format import TableFormat
 from hsa.training.options import DataOptions
 
 if TYPE_CHECKING:
