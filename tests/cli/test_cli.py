@@ -231,10 +231,13 @@ def test_numbers_that_are_not_finite(call, number):
 
 
 def test_bad_stdin(call):
-    for data, got in ((b"ab\xff", "the byte 0xff at offset 2"), (b"\x89PNG\0", "binary data (it has NUL bytes)")):
+    for data, where, got in (
+        (b"a\nb\xff", "<stdin>: line 2", "the byte 0xff at offset 3"),
+        (b"\x89PNG\0", "<stdin>", "binary data (it has NUL bytes)"),
+    ):
         code, out, err = call("inspect", "-", stdin=data)
         assert (code, out) == (2, "")
-        wanted = f"<stdin>: expected text in utf-8, got {re.escape(got)}. if it is .* another encoding, .* utf-8\n"
+        wanted = f"{where}: expected text in utf-8, got {re.escape(got)}. .*pass its encoding, such as --encoding .*\n"
         assert re.fullmatch(wanted, err, re.IGNORECASE)
 
 

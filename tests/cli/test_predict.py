@@ -243,6 +243,45 @@ def test_files_of_a_model_of_folders(call, tmp_path, monkeypatch):
     assert (len(rows), rows.columns[:2], rows.row(0)["file"]) == (20, ("file", "predicted"), "films/neg/1.txt")
 
 
+def test_answers(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+    data = write_rows(
+        Path("lights.csv"), [{"question": f"The light is red. {i}", "answer": "Stop."} for i in range(16)]
+    )
+    small = (
+        "--width",
+        "8",
+        "--heads",
+        "2",
+        "--epochs",
+        "1",
+        "--models",
+        "hierarchical",
+        "--vocabulary",
+        "300",
+        "--cpu",
+    )
+    columns = ("--text", "question", "--label", "answer")
+    assert call("train", data, "--task", "seq2seq", *columns, *small, "--out", "run")[0] == 0
+    answers = load("run").predict(data)
+    code, out, _ = call("predict", "run", data, "--json")
+    assert (code, [json.loads(line)["label"] for line in out.splitlines()]) == (0, answers)
+    assert call("predict", "run", data)[1].splitlines()[0].split() == ["row", "predicted"]
+    call("predict", "run", data, "--out", "answers.jsonl")
+    assert load_rows("answers.jsonl").column("predicted") == answers
+
+
+def test_formats_of_data_that_are_no_tables_are_refused(fails):
+    for task in ("classification", "lm", "seq2seq"):
+        line = fails("train", "--quick", "--task", task, "--delimiter", ";", "--out", "run")
+        assert line.startswith("delimiter: expected no value, got ';' for")
+    Path("films/pos").mkdir(parents=True)
+    Path("films/pos/a.txt").write_text("good")
+    assert fails("train", "films", "--encoding", "cp1252", "--out", "run") == (
+        "encoding: expected no value, got 'cp1252' for a folder. Leave it out"
+    )
+
+
 # Delimiters and encodings
 
 

@@ -116,7 +116,7 @@ def _refuse(kind: str, **options: Any) -> None:
                 name,
                 got=", ".join(value) if isinstance(value, tuple) else value,
                 expected=f"no value for a {kind}",
-                fix="Leave it out: the model knows its columns" if name in ("text", "label") else "Leave it out",
+                fix="Leave it out",
             )
 
 

@@ -174,11 +174,12 @@ def _read_table(
     file: str | None, format: str | None, row: int | None, has_columns: bool, table: TableFormat
 ) -> Rows | None:
     """Return the rows of a table; None for other files."""
-    from hsa.signals.readers.rows import ROW_SUFFIXES, decode_table, load_rows, parse_rows
+    from hsa.signals.readers.rows import ROW_SUFFIXES, load_rows, parse_rows
+    from hsa.signals.readers.text import decode_file
 
     is_table = row is not None or has_columns
     if file is not None and format in ("csv", "tsv", "jsonl"):
-        text = decode_table(_load_bytes(file), table.encoding, _name(file))
+        text = decode_file(_load_bytes(file), table.encoding, _name(file))
         return parse_rows(text, f".{format}", _name(file), table.delimiter)
     if format is None and file is not None and _name(file) != STDIN:
         suffix = Path(file).suffix.lower()
@@ -210,7 +211,7 @@ def _read(
     """Return the name of the source, the signal, and the names of the levels, if they have any."""
     from hsa.signals.readers.files import SUFFIXES, read_file
     from hsa.signals.readers.nested import from_nested
-    from hsa.signals.readers.text import LANGUAGES, decode_text, read_text
+    from hsa.signals.readers.text import LANGUAGES, decode_file, read_text
 
     table.refuse("a file that is no table", "delimiter")
     if file is None:
@@ -224,7 +225,7 @@ def _read(
             table.refuse(file)
             return file, read_file(file, tokenizer, language), ()
         source = _name(file)
-        text = decode_text(_load_bytes(file), encoding=table.encoding, where=source)
+        text = decode_file(_load_bytes(file), table.encoding, source)
         format = format or ("json" if kind == "json" else None)
     if format == "json":
         return source, from_nested(_parse(text, source), drop_empty=True, where=Path(source).name), ()

@@ -64,16 +64,16 @@ def open_argument(loaded: LoadedModel, data: str, table: TableFormat) -> str | R
     """
     from hsa.signals.readers.files import SUFFIXES
     from hsa.signals.readers.rows import ROW_SUFFIXES
-    from hsa.signals.readers.text import decode_text, load_text
+    from hsa.signals.readers.text import decode_file, load_bytes
 
     if data == STDIN:
         table.refuse("a text", "delimiter")
-        return decode_text(sys.stdin.buffer.read(), encoding=table.encoding, where=STDIN)
+        return decode_file(sys.stdin.buffer.read(), table.encoding, STDIN)
     path = Path(data)
     if data and _exists(path):
         if path.suffix.lower() == ".txt" and path.is_file() and reads_rows(loaded):
             table.refuse("a text", "delimiter")
-            return load_text(path, encoding=table.encoding)
+            return decode_file(load_bytes(path), table.encoding, data)
         return open_data(loaded, path, table)
     if len(data.split()) > 1 and path.suffix.lower() not in (*ROW_SUFFIXES, *SUFFIXES):
         table.refuse("a text")

@@ -117,9 +117,9 @@ def _print_several(loaded: LoadedModel, inputs: Rows | Path, predictions: Iterab
     header = [f"{origins.title:<{origins.width}}", f"{'predicted':<{label_width}}"]
     header += ["probability"] if loaded.classes else []
     for number, prediction in enumerate(predictions):
-        if not number:  # errors come first
-            print(_GAP.join([*header, origins.excerpt_title]).rstrip()[:width])
         is_answer = prediction.probability is None and isinstance(prediction.label, str)
+        if not number:  # errors come first
+            print(_GAP.join([*header, "" if is_answer else origins.excerpt_title]).rstrip()[:width])
         cells = [f"{origins.name(prediction):<{origins.width}}", f"{_label(prediction):<{label_width}}"]
         cells += [] if prediction.probability is None else [f"{prediction.probability:<{len('probability')}.2f}"]
         line = _GAP.join(cells)

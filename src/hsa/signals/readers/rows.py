@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
 import difflib
 import io
@@ -19,7 +18,7 @@ from hsa.files import check_unpacked, file_inside, parse_json, unpack_gzip
 from hsa.signals.readers.image import read_image
 from hsa.signals.readers.json_document import finite
 from hsa.signals.readers.outline import build_signal
-from hsa.signals.readers.text import decode_text, load_bytes, paragraphs
+from hsa.signals.readers.text import decode_file, load_bytes, paragraphs
 from hsa.signals.signal import Leaf, Signal
 
 _LONGEST_FIELD = 2**31 - 1  # the largest limit that csv accepts on every system
@@ -28,7 +27,6 @@ _NAME_COLUMNS = "Name the columns in the first line, each once"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}  # usual ones
 _ALL_DELIMITERS = (",", ";", "\t", "|")
 _SAMPLED = 100  # rows that decide on the delimiter
-_BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class Rows:
@@ -124,7 +122,7 @@ def load_rows(path: str | PathLike[str], *, delimiter: str | None = None, encodi
         known = ", ".join(ROW_SUFFIXES[:-1])
         raise InvalidInput(str(path), got=f"the suffix {suffix!r}", expected=f"one of {known}, or .gz of a text format")
     data = load_bytes(path, expected="a readable file")
-    text = decode_table(unpack_gzip(data, str(path)) if compressed else data, encoding, str(path))
+    text = decode_file(unpack_gzip(data, str(path)) if compressed else data, encoding, str(path))
     return parse_rows(text, suffix, str(path), delimiter)
 
 
@@ -144,34 +142,6 @@ def parse_rows(text: str, suffix: str, where: str, delimiter: str | None = None)
         return _separated_rows(text, where, used)
     _refuse_delimiter(delimiter, where)
     return _JSON_READERS[suffix](text, where)
-
-
-def decode_table(data: bytes, encoding: str, where: str) -> str:
-    """Decode the text of a table, without a byte order mark.
-
-    Raises:
-        InvalidInput: For another encoding; the message names the line and the option that sets the encoding.
-    """
-    try:
-        return decode_text(data, encoding=encoding, where=where)
-    except InvalidInput as error:
-        raise _encoding_error(error, data, encoding) from None
-
-
-def _encoding_error(error: InvalidInput, data: bytes, encoding: str) -> InvalidInput:
-    """Return the error with the line that cannot be decoded, and with the option that names the encoding."""
-    if error.got is None:  # no such encoding
-        return error.moved("encoding", fix=None)
-    if data.startswith(_BYTE_ORDER_MARKS) and not data.startswith(codecs.BOM_UTF32_LE):
-        return error.moved(error.where, got="text in utf-16", fix="Pass its encoding: --encoding utf-16")
-    if b"\0" in data:
-        return error.moved(error.where, fix="If it is text, pass its encoding, such as --encoding utf-16-le")
-    try:
-        data.decode(encoding)
-    except UnicodeDecodeError as bad:
-        line = data.count(b"\n", 0, bad.start) + 1
-        return error.moved(f"{error.where}: line {line}", fix="Pass its encoding, such as --encoding cp1252")
-    return error
 
 
 def read_row(

@@ -25,7 +25,7 @@ from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.signals.readers.python_source import load_python
 from hsa.signals.readers.rows import ROW_SUFFIXES, load_rows
-from hsa.signals.readers.text import load_text, normalize_newlines, train_tokenizer
+from hsa.signals.readers.text import decode_file, load_bytes, normalize_newlines, train_tokenizer
 from hsa.signals.readers.tokens import encodable, load_tokenizer
 from hsa.table_format import TableFormat
 from hsa.training.data.prepare import cache_folder, is_cached, write_cache
@@ -174,7 +174,7 @@ def _documents(data: Path | None, columns: tuple[str, ...], table: TableFormat) 
                 str(data), problem="no text files in the folder", expected=f"some of {', '.join(TEXT_SUFFIXES)}"
             )
         table.refuse("text files", "delimiter")
-        yield from (Document(clean(load_text(file, encoding=table.encoding))) for file in files)
+        yield from (_text_file(file, table) for file in files)
     elif not data.exists():
         raise InvalidInput(
             str(data),
@@ -185,7 +185,11 @@ def _documents(data: Path | None, columns: tuple[str, ...], table: TableFormat) 
         yield from _rows(data, columns, table)
     else:
         table.refuse("a text file", "delimiter")
-        yield Document(clean(load_text(data, encoding=table.encoding)))
+        yield _text_file(data, table)
+
+
+def _text_file(path: Path, table: TableFormat) -> Document:
+    return Document(clean(decode_file(load_bytes(path), table.encoding, str(path))))
 
 
 def _docstrings(library: Path) -> Iterator[Document]:
