@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from hsa.cli.by_class import ByClass
 from hsa.models.options import ModelOptions
@@ -293,8 +292,9 @@ def test_semicolons_and_other_encodings_from_training_to_evaluation(call, fails,
     small = ("--width", "8", "--heads", "2", "--epochs", "1", "--vocabulary", "300", "--models", "deepsets", "--cpu")
     message = "a.csv: line 2: expected text in utf-8, got the byte 0xe9 at offset"
     assert fails("train", "a.csv", *columns, *small).startswith(message)
-    code, _, err = call("train", "a.csv", *columns, *small, "--encoding", "cp1252", "--out", "run")
+    code, out, err = call("train", "a.csv", *columns, *small, "--encoding", "cp1252", "--out", "run")
     assert (code, err) == (0, "")
+    assert out.rstrip().endswith("next: hsa predict run/deepsets a.csv --encoding cp1252")
     for command in ("predict", "evaluate"):
         line = fails(command, "run", "a.csv")
         assert line.startswith(message)
@@ -381,22 +381,24 @@ def test_evaluation_of_transformers(call, fails, transformer, texts, data):
     assert "no column 'split'" in fails("evaluate", transformer, data, "--split", "train")
 
 
-def test_fine_tuned_and_converted_models_know_their_columns(call, tmp_path, monkeypatch):
+def test_fine_tuned_and_converted_models_know_their_columns(call, fails, monkeypatch):
     """Fine-tune, convert, and predict without naming columns again."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     save(Path("base"), classifier())
-    table = [{"body": row["text"], "kind": row["label"]} for row in reviews(8)]
-    path = write_rows(Path("data.tsv"), table)
-    columns = ("--text", "body", "--label", "kind")
-    code, _, err = call(
-        "finetune", "base", path, *columns, "--out", "tuned", "--epochs", "1", "--max-tokens", "9", "--cpu"
-    )
+    table = [{"body": f"{row['text']} été", "kind": row["label"]} for row in reviews(8)]
+    path = Path("data.csv")
+    path.write_text("body~kind\n" + "".join(f"{row['body']}~{row['kind']}\n" for row in table), encoding="cp1252")
+    options = ("--text", "body", "--label", "kind", "--delimiter", "~", "--encoding", "cp1252", "--cpu")
+    assert "--encoding cp1252" in fails("finetune", "base", path, "--out", "tuned")
+    code, _, err = call("finetune", "base", path, *options, "--out", "tuned", "--epochs", "1", "--max-tokens", "9")
     assert (code, err) == (0, "")
-    code, _, err = call("convert", "tuned", path, *columns, "--out", "converted", "--lengths", "11", "--cpu")
+    assert "--encoding cp1252" in fails("convert", "tuned", path, "--out", "converted")
+    code, _, err = call("convert", "tuned", path, *options, "--out", "converted", "--lengths", "11")
     assert (code, err) == (0, "")
+    table_format = options[4:-1]
     for model in ("tuned", "converted", "converted/model"):
         assert load(model).input.max_tokens == 9
-        code, out, _ = call("predict", model, path, "--json")
-        assert (code, len(out.splitlines())) == (0, 8)
-        assert json.loads(call("evaluate", model, path, "--json")[1])["examples"] == 8
-    assert torch.equal(load("tuned").predict_proba(path), load("tuned").predict_proba([row["body"] for row in table]))
+        code, out, _ = call("predict", model, path, *table_format, "--json")
+        texts = [row["body"] for row in table]
+        assert (code, [json.loads(line)["label"] for line in out.splitlines()]) == (0, load(model).predict(texts))
+        assert json.loads(call("evaluate", model, path, *table_format, "--json")[1])["examples"] == 8

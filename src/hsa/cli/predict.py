@@ -51,8 +51,8 @@ def predict(
     Args:
         model: Folder of a run, such as runs/reviews, of one of its models, such as runs/reviews/flat, or of a classifier of
             transformers that `hsa finetune` or `hsa convert` saved.
-        data: A file with the columns that the model reads; a text in quotes (a word that is no file needs a second one); a
-            .txt file, or - for stdin, which are one text. For a model of files: a file or a folder of files.
+        data: A file with the columns that the model reads; or a text: two or more words in quotes that name no file, a .txt
+            file, or - for stdin. For a model that was trained on files: a file or a folder of files.
         out: File to write, .csv or .jsonl: the columns of DATA, the prediction and the probability of every class.
         text: Columns of the text, for a classifier of transformers. By default those of its training.
         skip_bad: Skip rows and files that cannot be read, and count them.
