@@ -20,13 +20,15 @@ def load_for_data(model: Path, text: tuple[str, ...] = (), label: str | None = N
     import torch
 
     from hsa.cli.runs import split_words
+    from hsa.models.folders import model_folder
+    from hsa.models.saved import is_transformers
     from hsa.training.load import load
     from hsa.training.text_classifier import LoadedTextClassifier
 
-    loaded = load(model)
+    folder = model_folder(model)
+    loaded = load(folder, "cuda" if is_transformers(folder) and torch.cuda.is_available() else "cpu")
     if isinstance(loaded, LoadedTextClassifier):
         loaded.input = loaded.input.changed(text=split_words(text), label=label)
-        return loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     return loaded
 
 

@@ -180,7 +180,7 @@ class LoadedTextClassifier(LoadedModel):
             data.column(name)
         return data
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _logits(self, texts: list[tuple[str, ...]], batch_size: int) -> Tensor:
         longest = min(self.input.max_tokens or _USUAL_MOST, most_tokens(self.model, self.tokenizer))
         tokens = tokenize(Examples("texts", texts), self.tokenizer, longest)
