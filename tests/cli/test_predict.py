@@ -13,16 +13,22 @@ import pytest
 
 from hsa.cli.by_class import ByClass
 from hsa.models.options import ModelOptions
+from hsa.models.saved import save_seq2seq
+from hsa.models.seq2seq import Seq2Seq
 from hsa.signals import load_rows
 from hsa.training.accelerator import make_accelerator
-from hsa.training.data.prepare import prepare
+from hsa.training.data.prepare import prepare, save_input_spec
 from hsa.training.experiment import train_models
 from hsa.training.load import load
-from hsa.training.options import DataOptions, TrainingOptions
+from hsa.training.options import DataOptions, LanguageOptions, Seq2SeqOptions, TrainingOptions
+from hsa.training.seq2seq.data import prepare_pairs
+from hsa.training.seq2seq.inference import LoadedSeq2Seq
+from hsa.training.seq2seq.loop import seq2seq_config
 from tests.huggingface.fidelity.small import classifier, save
 from tests.tables import reviews, write_rows
 
 TEXT = "the film was lovely. We saw it."
+SMALL = ("--cpu", "--width", "8", "--heads", "2", "--epochs", "1", "--vocabulary", "300", "--models", "deepsets")
 OPTIONS = TrainingOptions(epochs=1, batch_size=8, learning_rate=1e-2)
 
 
@@ -56,6 +62,7 @@ def transformer(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -225,14 +232,12 @@ def test_files_that_are_not_written(fails, texts, data):
     assert not Path("q.csv").exists()
 
 
-def test_files_of_a_model_of_folders(call, tmp_path, monkeypatch):
-    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+def test_files_of_a_model_of_folders(call):
     for i, row in enumerate(reviews(20)):
         path = Path("films", row["label"], f"{i}.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(row["text"])
-    small = ("--width", "8", "--heads", "2", "--epochs", "1", "--vocabulary", "300", "--models", "deepsets", "--cpu")
-    assert call("train", "films", *small, "--out", "run")[0] == 0
+    assert call("train", "films", *SMALL, "--out", "run")[0] == 0
     code, out, _ = call("predict", "run", "films/pos")
     assert (code, out.splitlines()[0].split()) == (0, ["file", "predicted", "probability"])
     assert out.splitlines()[1].split()[0] == "0.txt"
@@ -242,31 +247,23 @@ def test_files_of_a_model_of_folders(call, tmp_path, monkeypatch):
     assert (len(rows), rows.columns[:2], rows.row(0)["file"]) == (20, ("file", "predicted"), "films/neg/1.txt")
 
 
-def test_answers(call, tmp_path, monkeypatch):
-    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
-    data = write_rows(
-        Path("lights.csv"), [{"question": f"The light is red. {i}", "answer": "Stop."} for i in range(16)]
+def test_answers(call, monkeypatch):
+    monkeypatch.setitem(LoadedSeq2Seq.predictions.__kwdefaults__, "max_new_tokens", 4)
+    table = [{"question": f"The light is red. {i}", "answer": "Stop."} for i in range(9)]
+    options = DataOptions(text=("question",), label="answer", task="seq2seq", vocabulary=300)
+    prepared = prepare_pairs(write_rows(Path("lights.csv"), table), options)
+    sizes = ModelOptions(width=8, heads=2, position_width=8)
+    model = Seq2Seq(
+        seq2seq_config(prepared, "hierarchical", sizes, LanguageOptions(branching=(2, 2)), Seq2SeqOptions())
     )
-    small = (
-        "--width",
-        "8",
-        "--heads",
-        "2",
-        "--epochs",
-        "1",
-        "--models",
-        "hierarchical",
-        "--vocabulary",
-        "300",
-        "--cpu",
-    )
-    columns = ("--text", "question", "--label", "answer")
-    assert call("train", data, "--task", "seq2seq", *columns, *small, "--out", "run")[0] == 0
-    answers = load("run").predict(data)
-    code, out, _ = call("predict", "run", data, "--json")
+    save_seq2seq("model", model)
+    save_input_spec(Path("model"), prepared.input_spec)
+    data = write_rows(Path("new.csv"), table[:2])
+    answers = load("model").predict(data, max_new_tokens=4)
+    code, out, _ = call("predict", "model", data, "--json")
     assert (code, [json.loads(line)["label"] for line in out.splitlines()]) == (0, answers)
-    assert call("predict", "run", data)[1].splitlines()[0].split() == ["row", "predicted"]
-    call("predict", "run", data, "--out", "answers.jsonl")
+    assert call("predict", "model", data)[1].splitlines()[0].split() == ["row", "predicted"]
+    call("predict", "model", data, "--out", "answers.jsonl")
     assert load_rows("answers.jsonl").column("predicted") == answers
 
 
@@ -284,15 +281,13 @@ def test_formats_of_data_that_are_no_tables_are_refused(fails):
 # Delimiters and encodings
 
 
-def test_semicolons_and_other_encodings_from_training_to_evaluation(call, fails, tmp_path, monkeypatch):
-    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+def test_semicolons_and_other_encodings_from_training_to_evaluation(call, fails):
     lines = ["text;label", *(f"{row['text']} é, ü;{row['label']}" for row in reviews())]
     Path("a.csv").write_text("\n".join(lines), encoding="cp1252")
     columns = ("--text", "text", "--label", "label")
-    small = ("--width", "8", "--heads", "2", "--epochs", "1", "--vocabulary", "300", "--models", "deepsets", "--cpu")
     message = "a.csv: line 2: expected text in utf-8, got the byte 0xe9 at offset"
-    assert fails("train", "a.csv", *columns, *small).startswith(message)
-    code, out, err = call("train", "a.csv", *columns, *small, "--encoding", "cp1252", "--out", "run")
+    assert fails("train", "a.csv", *columns, *SMALL).startswith(message)
+    code, out, err = call("train", "a.csv", *columns, *SMALL, "--encoding", "cp1252", "--out", "run")
     assert (code, err) == (0, "")
     assert out.rstrip().endswith("next: hsa predict run/deepsets a.csv --encoding cp1252")
     for command in ("predict", "evaluate"):
