@@ -138,8 +138,8 @@ def test_columns_belong_to_classifiers_of_transformers(call, fails, texts, trans
     wanted = [p.label for p in load(transformer).predictions(data, on_bad=pytest.fail)]
     code, out, _ = call("predict", transformer, body, "--text", "body", "--json")
     assert (code, [json.loads(line)["label"] for line in out.splitlines()]) == (0, wanted)
-    message = "text: expected no value for a classifier or regressor of hsa train, got text. Leave it out"
-    assert fails("predict", texts, data, "--text", "text").startswith(message)
+    message = "text: expected no value for a model of hsa train, got text. Leave it out"
+    assert fails("predict", texts, data, "--text", "text") == message
 
 
 # Tables
@@ -372,6 +372,13 @@ def test_evaluation_of_transformers(call, fails, transformer, texts, data):
     assert fails("evaluate", transformer, data, "--context", "8").startswith(
         "context: expected no value for a classifier"
     )
+    unnamed = fails("evaluate", transformer, path, "--text", "body")
+    assert (
+        unnamed
+        == "body.csv: no column 'label'; expected labels in one of 'body', 'kind', 'split'. Name it with --label"
+    )
+    memory = fails("evaluate", transformer, data, "--test-memory", "0")
+    assert memory == "test_memory: expected no value for a classifier of transformers, got 0. Leave it out"
     assert fails("evaluate", texts, data, "--label", "label").startswith("label: expected no value for a classifier")
     assert "no column 'split'" in fails("evaluate", transformer, data, "--split", "train")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from hsa.cli.help import HelpPage
-from hsa.cli.new_data import load_for_data, open_data
+from hsa.cli.new_data import load_for_data, open_data, refuse_options
 from hsa.errors import InvalidInput
 from hsa.table_format import TableFormat
 
@@ -78,17 +78,18 @@ def evaluate(
     loaded = load_for_data(model, text, label)
     by_class: ByClass | None = None
     if isinstance(loaded, LoadedLanguageModel):
-        _refuse("language model", label=label, split=split, skip_bad=skip_bad)
+        refuse_options("language model", label=label, split=split, skip_bad=skip_bad)
         numbers = _language_model(loaded, data, context, test_memory, text, table)
     elif isinstance(loaded, LoadedTextClassifier):
-        _refuse("classifier of transformers", context=context, test_memory=test_memory)
+        refuse_options("classifier of transformers", context=context, test_memory=test_memory)
         skipped: list[InvalidInput] = []
         rows = open_data(loaded, data, table)
         test = loaded.data_set(rows, collect_errors(skipped, skip_bad), split)
         numbers, by_class = _scores(test, loaded.evaluate(test), len(skipped))
         numbers = {"split": test.split, **numbers} if test.split else numbers
     elif isinstance(loaded, LoadedClassifier):
-        _refuse("classifier or regressor of hsa train", text=text, label=label, split=split, context=context)
+        own = {"text": text, "label": label, "split": split, "context": context}
+        refuse_options("classifier or regressor of hsa train", **own)
         numbers, by_class = _classifier(loaded, data, test_memory, skip_bad, table)
     else:
         raise InvalidInput(
@@ -98,7 +99,11 @@ def evaluate(
             fix="Its scores are in the report of its run; hsa predict answers new prompts",
         )
     if json:
-        print(json_format.dumps({**numbers, **({} if by_class is None else by_class.to_dict())}, indent=2))
+        print(
+            json_format.dumps(
+                {**numbers, **({} if by_class is None else by_class.to_dict())}, indent=2, ensure_ascii=False
+            )
+        )
         return
     console = Console(highlight=False)
     for name, value in numbers.items():
@@ -106,18 +111,6 @@ def evaluate(
         console.print(Text(f"{name.replace('_', ' '):<22}{shown}"))
     if by_class is not None:
         by_class.print(console)
-
-
-def _refuse(kind: str, **options: Any) -> None:
-    """Refuse options that a kind of model does not take."""
-    for name, value in options.items():
-        if value not in (None, (), False):
-            raise InvalidInput(
-                name,
-                got=", ".join(value) if isinstance(value, tuple) else value,
-                expected=f"no value for a {kind}",
-                fix="Leave it out",
-            )
 
 
 def _classifier(

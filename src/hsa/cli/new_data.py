@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hsa.cli.inspect import STDIN
 from hsa.errors import InvalidInput
@@ -32,16 +32,12 @@ def load_for_data(model: Path, text: tuple[str, ...] = (), label: str | None = N
     return loaded
 
 
-def refuse_columns(**columns: object) -> None:
-    """Refuse options that name columns, for a model that hsa trained on its columns."""
-    for name, value in columns.items():
-        if value:
-            raise InvalidInput(
-                name,
-                got=", ".join(value) if isinstance(value, tuple) else value,
-                expected="no value for a classifier or regressor of hsa train",
-                fix="Leave it out: the model knows its columns",
-            )
+def refuse_options(kind: str, **options: Any) -> None:
+    """Refuse options that a kind of model does not take."""
+    for name, value in options.items():
+        if value is not None and value is not False and value != ():  # 0 is a value
+            got = ", ".join(value) if isinstance(value, tuple) else value
+            raise InvalidInput(name, got=got, expected=f"no value for a {kind}", fix="Leave it out")
 
 
 def reads_rows(loaded: LoadedModel) -> bool:

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from hsa.cli.evaluate import collect_errors
 from hsa.cli.help import HelpPage
-from hsa.cli.new_data import load_for_data, open_argument, refuse_columns
+from hsa.cli.new_data import load_for_data, open_argument, refuse_options
 from hsa.cli.prediction_file import check_out, write_predictions
 from hsa.cli.progress import skipped_line
 from hsa.errors import InvalidInput
@@ -62,7 +62,7 @@ def predict(
         check_out(out, json)
     loaded = load_for_data(model, text)
     if loaded.input_spec is not None:
-        refuse_columns(text=text)
+        refuse_options("model of hsa train", text=text)
     inputs = open_argument(loaded, data, table)
     skipped: list[InvalidInput] = []
     if isinstance(inputs, str):

@@ -118,6 +118,14 @@ class LoadedTextClassifier(LoadedModel):
         rows = self._table(data)
         chosen = rows_of_split(rows, split)
         label = self.input.label or "label"
+        if self.input.label is None and label not in rows.columns:
+            listed = ", ".join(map(repr, rows.columns))
+            raise InvalidInput(
+                rows.file,
+                problem="no column 'label'",
+                expected=f"labels in one of {listed}",
+                fix="Name it with --label",
+            )
         labels = rows.column(label)
         texts: list[tuple[str, ...]] = []
         targets: list[int] = []
