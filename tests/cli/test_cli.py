@@ -15,6 +15,8 @@ import hsa
 from hsa.cli.main import run
 from hsa.signals.batch import collate
 from hsa.signals.readers import from_nested, read_text, train_tokenizer
+from hsa.training.data.prepare import prepare
+from hsa.training.options import DataOptions
 
 TEXT = "Two cats sat. One slept!\n\nThen what? Nothing happened for a while."
 
@@ -229,10 +231,13 @@ def test_numbers_that_are_not_finite(call, number):
 
 
 def test_bad_stdin(call):
-    for data, got in ((b"ab\xff", "the byte 0xff at offset 2"), (b"\x89PNG\0", "binary data (it has NUL bytes)")):
+    for data, where, got in (
+        (b"a\nb\xff", "<stdin>: line 2", "the byte 0xff at offset 3"),
+        (b"\x89PNG\0", "<stdin>", "binary data (it has NUL bytes)"),
+    ):
         code, out, err = call("inspect", "-", stdin=data)
         assert (code, out) == (2, "")
-        wanted = f"<stdin>: expected text in utf-8, got {re.escape(got)}. if it is .* another encoding, .* utf-8\n"
+        wanted = f"{where}: expected text in utf-8, got {re.escape(got)}. .*pass its encoding, such as --encoding .*\n"
         assert re.fullmatch(wanted, err, re.IGNORECASE)
 
 
@@ -241,9 +246,9 @@ def test_bad_stdin(call):
     [
         (
             ["inspect", "--widt", "3"],
-            "unknown option --widt; did you mean --width? hsa inspect --help lists the options",
+            "unknown option --widt; did you mean --width? hsa inspect --help-all lists the options",
         ),
-        (["inspect", "--xyz"], "unknown option --xyz; hsa inspect --help lists the options"),
+        (["inspect", "--xyz"], "unknown option --xyz; hsa inspect --help-all lists the options"),
         (
             ["train", "--epoch", "3"],
             "unknown option --epoch; did you mean --epochs? hsa train --help lists the options",
@@ -317,15 +322,90 @@ def test_tables_are_inspected_row_by_row(call, tmp_path, suffix):
     first = as_json(call("inspect", str(path), "--json", *(["--row", "1"] if suffix == ".json" else [])))
     assert first["source"].startswith(f"{path}: row 1")
     assert first["source"].endswith(" of 2")
-    assert first["modalities"] == {"text": 6, "number": 1}
+    titles = train_tokenizer([row["title"] for row in ROWS], 8192)
+    assert first["modalities"] == {"text": read_text(ROWS[0]["title"], titles).num_leaves, "number": 1}
     assert [level["kinds"] for level in first["levels"]] == [["Table"], ["Sequence"], ["Sequence"], ["Sequence"], []]
     second = as_json(call("inspect", str(path), "--json", "--row", "2"))
-    assert second["modalities"] == {"text": 2}
+    assert second["modalities"] == {"text": read_text("A dog", titles).num_leaves}
     only = as_json(call("inspect", str(path), "--json", "--text", "title", "stars"))
-    assert only["modalities"] == {"text": 9}
+    both = train_tokenizer([value for row in ROWS for value in row.values()], 8192)
+    assert only["leaves"] == sum(read_text(value, both).num_leaves for value in ROWS[0].values())
     code, out, err = call("inspect", str(path), "--row", "2", "--number", "stars")
     assert (code, out) == (2, "")
     assert "column 'stars': expected a finite number, got an empty cell" in err
+
+
+def test_a_row_is_the_tree_that_training_sees(call, tmp_path, monkeypatch):
+    """Check tokens, cuts and windows against the data sets of a training with default options."""
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+    texts = [" ".join([f"word{i} other"] * (30 * i + 1)) + ". The end." for i in range(20)]
+    path = tmp_path / "a.csv"
+    path.write_text("text,stars,label\n" + "".join(f"{text},{i},{i % 2}\n" for i, text in enumerate(texts)))
+    columns = ("--text", "text", "--number", "stars")
+    prepared = prepare(path, DataOptions(text=("text",), number=("stars",), label="label"))
+    checked = 0
+    for part in (prepared.train, prepared.validation, prepared.test):
+        for i, name in enumerate(part.names):
+            row = int(re.search(r"row (\d+)", name)[1])
+            facts = as_json(call("inspect", str(path), *columns, "--row", str(row), "--json"))
+            tree = part.select([i]).batch.hierarchy
+            assert (facts["leaves"], facts["families"], facts["depth"]) == (
+                tree.num_leaves,
+                tree.num_families,
+                tree.depth,
+            )
+            assert max(level["largest"] or 0 for level in facts["levels"]) <= 128
+            checked += facts["leaves"] == 512
+    assert checked > 5  # long rows are cut
+    facts = as_json(
+        call("inspect", str(path), *columns, "--row", "20", "--json", "--max-tokens", "9", "--max-family", "3")
+    )
+    assert (facts["leaves"], max(level["largest"] or 0 for level in facts["levels"])) == (9, 3)
+    facts = as_json(call("inspect", str(path), *columns, "--row", "20", "--json", "--max-tokens", "0"))
+    assert facts["leaves"] > 512
+    out = call("inspect", str(path), *columns, "--row", "1")[1]
+    assert "'word'" in out or "'word0'" in out  # texts of tokens, not their ids
+
+
+def test_limits_apply_to_other_files_when_asked(call, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(TEXT)
+    assert as_json(call("inspect", str(path), "--json", "--max-tokens", "5"))["leaves"] == 5
+    code, _, err = call("inspect", str(path), "--skip-bad")
+    assert (code, err) == (2, "skip_bad: expected a table, got a file that is no table. Leave it out\n")
+
+
+def test_rows_that_cannot_be_read_are_skipped_when_asked(call, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("title,stars\na,1\nb,\nc,x\nd,4\ne,\n")
+    arguments = ("inspect", str(path), "--number", "stars", "--row", "2")
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert err.rstrip().endswith("or pass --skip-bad to leave out what cannot be read")
+    code, out, err = call(*arguments, "--skip-bad", "--json")
+    assert (code, json.loads(out)["source"]) == (0, f"{path}: row 4 (line 5) of 5")
+    assert err.startswith(f"2 skipped, the first: {path}: row 2 (line 3), column 'stars'")
+    code, _, err = call(*arguments[:-1], "5", "--skip-bad")
+    assert (code, "no row from row 5 on can be read" in err) == (2, True)
+
+
+def test_delimiters_and_encodings_of_inspected_files(call, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("title;stars\nÉtat;3,5\n", encoding="utf-16")
+    code, _, err = call("inspect", str(path))
+    assert (code, err) == (
+        2,
+        f"{path}: expected text in utf-8, got text in utf-16. Pass its encoding: --encoding utf-16\n",
+    )
+    assert as_json(call("inspect", str(path), "--encoding", "utf-16", "--json"))["modalities"]["text"] > 1
+    piped = call("inspect", "-", "--format", "csv", "--delimiter", "|", "--json", stdin="a|b\n1|2\n")
+    assert as_json(piped)["modalities"] == {"number": 2}
+    text = tmp_path / "a.txt"
+    text.write_text("État.", encoding="cp1252")
+    assert as_json(call("inspect", str(text), "--encoding", "cp1252", "--json"))["leaves"] == 2
+    assert "delimiter: expected no value" in call("inspect", str(text), "--delimiter", ";")[2]
+    (tmp_path / "a.html").write_text("<p>a")
+    assert "encoding: expected no value" in call("inspect", str(tmp_path / "a.html"), "--encoding", "cp1252")[2]
 
 
 def test_tables_from_stdin_and_as_text(call, tmp_path):
@@ -357,7 +437,7 @@ def test_columns_with_images_and_columns_that_cannot_be_read(call, tmp_path):
         (["a.csv", "--row", "3"], "row: expected 1 to 2, the rows of a.csv, got 3"),
         (
             ["a.csv", "--text", "titel"],
-            "a.csv: row 1 (line 2): no column 'titel'; expected one of 'title', 'stars'",
+            "a.csv: no column 'titel'; expected one of 'title', 'stars'. Did you mean 'title'?",
         ),
         (["a.txt", "--row", "1"], "a.txt: expected one of .csv, .tsv, "),
         (["--row", "1"], "row: no table is given; expected a file, or - for stdin with --format csv, tsv or jsonl"),

@@ -103,7 +103,7 @@ def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
     assert [cost["length"] for cost in before["costs"]] == [16, 32, 16, 32]
     model = re.search(r"^model     (runs.*)$", out, re.M)[1]
     code, out, _ = call("predict", model, rows)
-    assert (code, len(out.splitlines())) == (0, 40)
+    assert (code, len(out.splitlines())) == (0, 41)  # below a header
 
     message = fails("compare", rows, *COLUMNS, *TINY, "--out", folder)
     assert message.endswith("got a folder with a run. Pass --resume to continue that run, or another --out")

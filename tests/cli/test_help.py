@@ -12,7 +12,7 @@ from hsa.models.options import ModelOptions
 from hsa.research.match3.options import Match3Options
 from hsa.training.options import DataOptions, LanguageOptions, Seq2SeqOptions, TrainingOptions
 
-LONG = ("train", "compare", "convert", "finetune", "heads")
+LONG = ("train", "compare", "convert", "finetune", "heads", "inspect")
 
 
 def options(text):

@@ -178,7 +178,7 @@ def test_many_kinds_of_columns_end_to_end(call, tmp_path):
     assert (code, err) == (0, "")
     assert "hierarchical against deepsets" in out
     code, out, _ = call("predict", "runs/reviews/hierarchical", data)
-    assert (code, len(out.splitlines())) == (0, 40)
+    assert (code, len(out.splitlines())) == (0, 41)
 
 
 def test_folders_end_to_end(call, tmp_path):
@@ -191,7 +191,7 @@ def test_folders_end_to_end(call, tmp_path):
     assert code == 0
     actual = [json.loads(line) for line in out.splitlines()]
     assert len(actual) == 20
-    assert set(actual[0]) == {"where", "label", "probability", "runner_up"}
+    assert set(actual[0]) == {"where", "label", "probability", "runner_up", "probabilities"}
 
 
 def test_numbers_end_to_end(call, tmp_path):
@@ -205,7 +205,9 @@ def test_numbers_end_to_end(call, tmp_path):
     assert code == 0
     assert {line.split("  ")[0] for line in out.splitlines()} >= {"examples", "r2", "mean absolute error"}
     code, out, _ = call("predict", "runs/reviews/hierarchical", data)
-    assert 0 < float(out.split()[0]) < 9
+    header, first, *_ = out.splitlines()
+    assert header.split() == ["row", "predicted", "text"]
+    assert 0 < float(first.split()[1]) < 9
 
 
 @pytest.mark.parametrize("model", ["bottom-up", "deepsets", "multiscale", "clustered", "flat", "han"])
@@ -521,7 +523,7 @@ def test_bad_rows_stop_or_are_skipped(call, refuses, tmp_path):
     code, out, _ = call("evaluate", "runs/a/hierarchical", data, "--skip-bad", "--json")
     assert (code, json.loads(out)["examples"], json.loads(out)["skipped"]) == (0, 39, 1)
     code, out, err = call("predict", "runs/a/hierarchical", data, "--skip-bad")
-    assert (code, len(out.splitlines())) == (0, 39)
+    assert (code, len(out.splitlines())) == (0, 40)
     assert err.startswith(skipped)
 
 
@@ -532,7 +534,7 @@ def test_evaluate(call, trained):
     model, data = trained
     code, out, err = call("evaluate", model, data)
     assert (code, err) == (0, "")
-    names = [line[:22].strip() for line in out.splitlines()]
+    names = [line[:22].strip() for line in out.split("\n\n")[0].splitlines()]
     assert names == ["examples", "skipped", "accuracy", "f1", "loss", "attention operations", "seconds"]
     code, out, _ = call("evaluate", model, data, "--json")
     assert json.loads(out)["examples"] == 40
@@ -565,12 +567,12 @@ def test_evaluate_with_another_memory(call, refuses, trained):
     refuses(
         ("evaluate", model, data, "--text", "text"),
         "text",
-        "expected no value for a classifier or regressor, got text. Leave it out",
+        "expected no value for a classifier or regressor of hsa train, got text. Leave it out",
     )
     refuses(
         ("evaluate", model, data, "--context", "8"),
         "context",
-        "expected no value for a classifier or regressor, got 8. Leave it out",
+        "expected no value for a classifier or regressor of hsa train, got 8. Leave it out",
     )
 
 
@@ -578,12 +580,13 @@ def test_predict(call, trained):
     model, data = trained
     code, out, err = call("predict", model, data)
     assert (code, err) == (0, "")
-    label, probability, where = out.splitlines()[4].split(maxsplit=2)
+    row, label, probability, text = out.splitlines()[5].split(maxsplit=3)
+    assert (row, text) == ("5", reviews()[4]["text"])
     assert label in ("pos", "neg")
     assert 0.5 <= float(probability) <= 1
-    assert where == f"{data}: row 5 (line 6)"
     code, out, _ = call("predict", model, data, "--json")
     actual = [json.loads(line) for line in out.splitlines()]
+    where = f"{data}: row 5 (line 6)"
     assert (len(actual), actual[4]["where"], actual[4]["label"]) == (40, where, label)
     assert {actual[4]["label"], actual[4]["runner_up"]} == {"pos", "neg"}
 

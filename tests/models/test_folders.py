@@ -63,9 +63,11 @@ def test_the_only_model_of_a_folder(tmp_path):
 def test_transformers_models(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert is_transformers(tmp_path)
-    message = "expected a model or a run that hsa train wrote, got a transformers model. Load it with from_pretrained"
-    with pytest.raises(InvalidInput, match=message):
-        model_folder(tmp_path)
+    assert model_folder(tmp_path) == tmp_path
+    model = tmp_path / "convert" / "model"  # as hsa convert writes it
+    model.mkdir(parents=True)
+    (tmp_path / "config.json").rename(model / "config.json")
+    assert model_folder(tmp_path / "convert") == model
 
 
 def test_folders_that_hold_no_model(tmp_path):

@@ -343,7 +343,7 @@ def test_methods_of_other_kinds_of_models(texts, seq2seq, language_model):
     ):
         model.predict(["good"])
     with pytest.raises(
-        InvalidInput, match=r"^embed: expected a classifier or a regression model, got a language model"
+        InvalidInput, match=r"^embed: expected a classifier or a regression model of hsa train, got a language model"
     ):
         model.embed(["good"])
     with pytest.raises(

@@ -14,6 +14,7 @@ from hsa.cli.progress import Bars, print_paths
 from hsa.cli.runs import NAMED
 from hsa.errors import HsaWarning, InvalidInput
 from hsa.huggingface.settings import Kind, LayerSettings, Tree
+from hsa.table_format import TableFormat
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TextOptions:
+class TextOptions(TableFormat):
     """The texts to evaluate on.
 
     Args:
@@ -105,7 +106,7 @@ HELP = HelpPage(
     ),
     topics={
         "Run": (),
-        "Data": (),
+        "Data": ("text", "label", "split", "join", "limit", "max_tokens"),
         "Search (--budget)": ("budget", "calibration", "calibrate_on", "every_layer"),
         _SETTINGS: (),
         "Report": ("lengths", "json"),
@@ -163,6 +164,7 @@ def convert(
 
     from hsa.huggingface.fidelity.report import write_report
     from hsa.huggingface.loading import save_model
+    from hsa.huggingface.text_input import TextInput
     from hsa.running import claimed
 
     console = Console(stderr=json)
@@ -184,6 +186,9 @@ def convert(
             settings,
             bars,
         )
+        if task == "classification":
+            own = {name: getattr(read, name) for name in ("text", "label", "join", "max_tokens")}
+            TextInput.of(converted).changed(**own).save_in(converted)
         save_model(folder / "model", converted, tokenizer)
         pictures = write_report(folder, report)
     if json:
@@ -269,11 +274,11 @@ def _load_texts(data: Path, calibration: Path | None, read: TextOptions) -> tupl
     """Return the texts of the data, and those of the file to search on if there is one."""
     from hsa.huggingface.fidelity.examples import SPLITS, load_examples
 
-    examples = load_examples(data, text=read.text, label=read.label, join=read.join, split=read.split)
+    shared: dict[str, Any] = {name: getattr(read, name) for name in ("text", "label", "join", "delimiter", "encoding")}
+    examples = load_examples(data, **shared, split=read.split)
     if calibration is None:
         return examples, None
-    usual = ("train", *SPLITS)
-    return examples, load_examples(calibration, text=read.text, label=read.label, join=read.join, usual=usual)
+    return examples, load_examples(calibration, **shared, usual=("train", *SPLITS))
 
 
 def _check_longer_than_exact(longest: int, options: SettingOptions) -> None:

@@ -6,18 +6,30 @@ import json as json_format
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 from hsa.cli.help import HelpPage
+from hsa.cli.new_data import load_for_data, open_data, refuse_options
 from hsa.errors import InvalidInput
+from hsa.table_format import TableFormat
 
 if TYPE_CHECKING:
+    from hsa.cli.by_class import ByClass
+    from hsa.training.data.data_set import DataSet
     from hsa.training.inference import LoadedClassifier
     from hsa.training.language_model.inference import LoadedLanguageModel
+    from hsa.training.loop import Evaluation
+    from hsa.training.text_classifier import LabelledTexts
+
+Numbers = dict[str, Any]
+"""Scores and costs by name."""
 
 HELP = HelpPage(
     examples={
         "hsa evaluate runs/reviews/hierarchical new.csv": "a classifier or regressor",
+        "hsa evaluate tuned new.csv --text body --label stars": "a model of hsa finetune or convert",
         "hsa evaluate runs/books/multiscale new.txt": "a language model",
     },
 )
@@ -28,44 +40,57 @@ def evaluate(
     data: Path,
     /,
     *,
+    text: tuple[str, ...] = (),
+    label: str | None = None,
+    split: str | None = None,
     context: int | None = None,
     test_memory: int | None = None,
-    text: tuple[str, ...] = (),
     skip_bad: bool = False,
     json: bool = False,
+    table: Annotated[TableFormat, Parameter(name="*")] = TableFormat(),  # noqa: B008
 ) -> None:
-    """Test a model of `hsa train` on new data: labelled examples, or a text.
+    """Test a model on new data: labelled examples, or a text.
 
     Args:
-        model: Folder of a run, such as runs/reviews, or of one of its models, such as runs/reviews/flat.
+        model: Folder of a run, such as runs/reviews, of one of its models, such as runs/reviews/flat, or of a classifier of
+            transformers that `hsa finetune` or `hsa convert` saved.
         data: A file with the columns that the model was trained on, or a folder per class; for a language model a text, a
             folder of texts or a table.
+        text: Columns of a table that hold text, for a language model or a classifier of transformers. By default those of
+            the latter's training.
+        label: Column of the labels, for a classifier of transformers.
+        split: For a classifier of transformers: value of the column "split" in the rows to use; by default "validation",
+            else "test", if there is such a column.
         context: For language models: tokens per block, instead of the number in training; not for transformer-xl, which
             reads segments.
         test_memory: For transformer-xl: tokens of earlier segments to remember, instead of the number in training; 0 to
             read every segment on its own.
-        text: For language models: columns of a table that hold text.
         skip_bad: Skip rows and files that cannot be read, and count them.
         json: Print the numbers as JSON, for scripts.
     """
     from rich.console import Console
+    from rich.text import Text
 
     from hsa.training.inference import LoadedClassifier
     from hsa.training.language_model.inference import LoadedLanguageModel
-    from hsa.training.load import load
+    from hsa.training.text_classifier import LoadedTextClassifier
 
-    loaded = load(model)
+    loaded = load_for_data(model, text, label)
+    by_class: ByClass | None = None
     if isinstance(loaded, LoadedLanguageModel):
-        numbers = _language_model(loaded, data, context, test_memory, text, skip_bad)
+        refuse_options("language model", label=label, split=split, skip_bad=skip_bad)
+        numbers = _language_model(loaded, data, context, test_memory, text, table)
+    elif isinstance(loaded, LoadedTextClassifier):
+        refuse_options("classifier of transformers", context=context, test_memory=test_memory)
+        skipped: list[InvalidInput] = []
+        rows = open_data(loaded, data, table)
+        test = loaded.data_set(rows, collect_errors(skipped, skip_bad), split)
+        numbers, by_class = _scores(test, loaded.evaluate(test), len(skipped))
+        numbers = {"split": test.split, **numbers} if test.split else numbers
     elif isinstance(loaded, LoadedClassifier):
-        if context is not None:
-            raise InvalidInput(
-                "context",
-                got=context,
-                expected="no value for a classifier or regressor",
-                fix="Leave it out",
-            )
-        numbers = _classifier(loaded, data, test_memory, text, skip_bad)
+        own = {"text": text, "label": label, "split": split, "context": context}
+        refuse_options("classifier or regressor of hsa train", **own)
+        numbers, by_class = _classifier(loaded, data, test_memory, skip_bad, table)
     else:
         raise InvalidInput(
             str(loaded.folder),
@@ -74,41 +99,45 @@ def evaluate(
             fix="Its scores are in the report of its run; hsa predict answers new prompts",
         )
     if json:
-        print(json_format.dumps(numbers, indent=2))
+        print(
+            json_format.dumps(
+                {**numbers, **({} if by_class is None else by_class.to_dict())}, indent=2, ensure_ascii=False
+            )
+        )
         return
     console = Console(highlight=False)
     for name, value in numbers.items():
-        console.print(
-            f"{name.replace('_', ' '):<22}{value:,.4f}" if isinstance(value, float) else f"{name:<22}{value:,}"
-        )
+        shown = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        console.print(Text(f"{name.replace('_', ' '):<22}{shown}"))
+    if by_class is not None:
+        by_class.print(console)
 
 
 def _classifier(
-    loaded: LoadedClassifier, data: Path, memory: int | None, text: tuple[str, ...], skip_bad: bool
-) -> dict[str, int | float]:
+    loaded: LoadedClassifier, data: Path, memory: int | None, skip_bad: bool, table: TableFormat
+) -> tuple[Numbers, ByClass | None]:
     from hsa.models.memory import set_test_memory
 
-    skipped: list[InvalidInput] = []
-    if text:
-        raise InvalidInput(
-            "text",
-            got=", ".join(text),
-            expected="no value for a classifier or regressor",
-            fix="Leave it out: the model knows its columns",
-        )
     if memory is not None:
         set_test_memory(loaded.model, memory)
-    test = loaded.data_set(data, collect_errors(skipped, skip_bad))
-    evaluation = loaded.evaluate(test)
+    skipped: list[InvalidInput] = []
+    test = loaded.data_set(open_data(loaded, data, table), collect_errors(skipped, skip_bad))
+    return _scores(test, loaded.evaluate(test), len(skipped))
+
+
+def _scores(test: DataSet | LabelledTexts, evaluation: Evaluation, skipped: int) -> tuple[Numbers, ByClass | None]:
+    """Return scores and costs by name, and the scores of each class; none for numbers."""
+    from hsa.cli.by_class import ByClass
+    from hsa.training.text_classifier import LabelledTexts
+
     scores = {name: value for name, value in asdict(evaluation.scores).items() if value is not None}
-    return {
-        "examples": len(test),
-        "skipped": len(skipped),
-        **scores,
-        "loss": evaluation.loss,
-        "attention_operations": evaluation.operations / len(test),
-        "seconds": evaluation.seconds,
-    }
+    numbers: Numbers = {"examples": len(test), "skipped": skipped, **scores, "loss": evaluation.loss}
+    if evaluation.operations or not isinstance(test, LabelledTexts):  # of exact transformers, none are counted
+        numbers["attention_operations"] = evaluation.operations / len(test)
+    numbers["seconds"] = evaluation.seconds
+    if not test.classes:
+        return numbers, None
+    return numbers, ByClass.of(evaluation.predicted, test.targets.numpy(), test.classes)
 
 
 def _language_model(
@@ -117,17 +146,16 @@ def _language_model(
     context: int | None,
     memory: int | None,
     text: tuple[str, ...],
-    skip_bad: bool,
-) -> dict[str, int | float]:
+    table: TableFormat,
+) -> Numbers:
     import torch
 
     from hsa.cli.runs import split_words
     from hsa.training.language_model.inference import evaluate_text
 
-    if skip_bad:
-        raise InvalidInput("skip_bad", got=True, expected="no value for a language model", fix="Leave it out")
     loaded.to("cuda" if torch.cuda.is_available() else "cpu")
-    return asdict(evaluate_text(loaded, data, columns=split_words(text), context=context, memory=memory))
+    scores = evaluate_text(loaded, data, columns=split_words(text), context=context, memory=memory, table=table)
+    return asdict(scores)
 
 
 def collect_errors(skipped: list[InvalidInput], allowed: bool) -> Callable[[InvalidInput], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -13,10 +13,11 @@ from hsa.cli.help import HelpPage
 from hsa.cli.progress import Bars
 from hsa.errors import InvalidInput
 from hsa.huggingface.fidelity.options import FinetuneOptions
+from hsa.table_format import TableFormat
 
 
 @dataclass(frozen=True)
-class TrainingTexts:
+class TrainingTexts(TableFormat):
     """The rows to train on.
 
     Args:
@@ -47,7 +48,7 @@ HELP = HelpPage(
         *("epochs", "batch_size", "learning_rate", "max_tokens"),
         *("convert", "fresh", "cpu"),
     ),
-    topics={"Run": (), "Data": (), "Training": (), _SETTINGS: ()},
+    topics={"Run": (), "Data": ("text", "label", "split", "join", "limit"), "Training": (), _SETTINGS: ()},
 )
 
 
@@ -86,14 +87,18 @@ def finetune(
     from hsa.huggingface.fidelity.finetune import finetune as train
     from hsa.huggingface.fidelity.finetune import list_classes, save_finetuned
     from hsa.huggingface.loading import load_for_training
+    from hsa.huggingface.text_input import TextInput
     from hsa.running import claimed
+    from hsa.signals.readers.rows import load_rows
 
     console = Console()
     bars = Bars(console)
     check_counts(limit=read.limit)
     _check_folder(out, resume)
-    split = read.split or ("train" if "split" in _columns(data) else None)
-    examples = load_examples(data, text=read.text, label=read.label, split=split, join=read.join).sample(read.limit)
+    table: dict[str, Any] = {"delimiter": read.delimiter, "encoding": read.encoding}
+    split = read.split or ("train" if "split" in load_rows(data, **table).columns else None)
+    examples = load_examples(data, text=read.text, label=read.label, split=split, join=read.join, **table)
+    examples = examples.sample(read.limit)
     classes = list_classes(examples)
     bars.say(f"loading {model}")
     torch.manual_seed(training.seed)
@@ -113,6 +118,7 @@ def finetune(
                 watch("fine-tuning", done, total)
 
             train(network, tokenizer, examples, training, folder=out, watch=step)
+        TextInput(read.text, read.label, read.join, training.max_tokens).save_in(network)
         save_finetuned(out, network, tokenizer)
     console.print(Text(f"last loss {last[0]:.3f}\nmodel     {out}\n\nnext: hsa convert {out} FILE"), soft_wrap=True)
 
@@ -133,9 +139,3 @@ def _check_folder(out: Path, resume: bool) -> None:
             expected="a new folder",
             fix="Pass --resume to continue that run, or another --out" if unfinished else "Pass another --out",
         )
-
-
-def _columns(data: Path) -> tuple[str, ...]:
-    from hsa.signals.readers.rows import load_rows
-
-    return load_rows(data).columns

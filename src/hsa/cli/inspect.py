@@ -9,12 +9,15 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 import hsa
 from hsa.cli.help import HelpPage
 from hsa.errors import InvalidInput
 from hsa.files import parse_json
+from hsa.table_format import TableFormat
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,6 +41,16 @@ HELP = HelpPage(
         "hsa inspect reviews.csv --row 3": "the tree of the third row of a table",
         "git log | hsa inspect - --json": "from a pipe, for scripts",
     },
+    common=(
+        *("row", "text", "number", "image", "skip_bad", "delimiter", "encoding"),
+        *("format", "tokenizer", "max_tokens", "max_family"),
+        *("rows", "json"),
+    ),
+    topics={
+        "Table": ("row", "text", "number", "image", "skip_bad", "delimiter", "encoding"),
+        "Tree": ("format", "tokenizer", "language", "max_tokens", "max_family"),
+        "Output": ("rows", "json", "width", "heads"),
+    },
 )
 
 
@@ -52,16 +65,21 @@ def inspect(
     image: tuple[str, ...] = (),
     tokenizer: Path | None = None,
     language: str = "en",
+    max_tokens: int | None = None,
+    max_family: int | None = None,
+    skip_bad: bool = False,
     width: int = 768,
     heads: int = 12,
     rows: int = 40,
     json: bool = False,
+    table: Annotated[TableFormat, Parameter(name="*")] = TableFormat(),  # noqa: B008
 ) -> None:
     """Show the tree of a file, and the cost of attention on it.
 
     Text is split into paragraphs (at blank lines), sentences and tokens; Markdown into sections, HTML into blocks, Python
     source into statements, and images into patches. JSON keeps its lists and objects, without null values and empty lists.
-    Of a table (.csv, .tsv, .jsonl, .parquet, …, also .gz), one row is shown, read as `hsa train` reads it.
+    Of a table (.csv, .tsv, .jsonl, .parquet, …, also .gz), one row is shown as `hsa train` reads it by default: with tokens
+    of a tokenizer that is trained on all texts of the table, cut to a length, and with long sequences in windows.
 
     Args:
         file: A file, or - for stdin. By default a sample text.
@@ -72,27 +90,38 @@ def inspect(
         text: Columns of a table that hold text. Without columns, all are shown that hold text, numbers or images.
         number: Columns of a table that hold numbers.
         image: Columns of a table that hold images: paths relative to the file, or the bytes.
-        tokenizer: A tokenizer.json to split text into tokens. By default, tokens are words and punctuation marks.
+        tokenizer: A tokenizer.json to split text into tokens, such as that of a trained model. By default, tokens are words
+            and punctuation marks, or those of a tokenizer that is trained on the table.
         language: Language of the text, for the sentence splitter: en, de, fr, …
+        max_tokens: Number of leaves after which the tree is cut; 0 for no limit. By default 512 for tables.
+        max_family: Number of members from which sequences are split into windows; 0 for no limit. By default 128 for tables.
+        skip_bad: Show the next row that can be read, if one cannot.
         width: Width of the attention layer, all heads together.
         heads: Number of attention heads.
         rows: Number of rows of the tree to print.
         json: Print the numbers as JSON, for scripts.
     """
+    from hsa.cli.table_row import cut, read_table_row
     from hsa.signals.batch import collate
+    from hsa.training.options import DataOptions
 
     if rows < 1:
         raise InvalidInput("rows", got=rows, expected="a positive integer")
     columns = {"text": text, "number": number, "image": image}
-    table = _read_table(file, format, row, any(columns.values()))
+    loaded = _read_table(file, format, row, any(columns.values()), table)
+    names: tuple[str, ...] = ()
     signal: Signal | Leaf
-    if table is not None:
-        from hsa.cli.table_row import read_table_row
-
-        names: tuple[str, ...] = ()
-        source, signal = read_table_row(table, 1 if row is None else row, columns, tokenizer, language)
+    if loaded is not None:
+        first = 1 if row is None else row
+        source, signal = read_table_row(loaded, first, columns, tokenizer, language, skip_bad=skip_bad)
+    elif skip_bad:
+        raise InvalidInput("skip_bad", got="a file that is no table", expected="a table", fix="Leave it out")
     else:
-        source, signal, names = _read(file, format, tokenizer, language)
+        source, signal, names = _read(file, format, tokenizer, language, table)
+    usual = (0, 0) if loaded is None else (DataOptions.max_tokens, DataOptions.max_family)
+    limits = [d if own is None else own for own, d in zip((max_tokens, max_family), usual, strict=True)]
+    signal = cut(signal, *limits, where=source) if any(limits) else signal
+    names = () if limits[1] else names  # windows are further levels
     report = _report(source, collate([signal]), width, heads)
     if json:
         print(json_format.dumps(asdict(report), indent=2, ensure_ascii=False))
@@ -141,16 +170,22 @@ class Report:
     attention: Cost
 
 
-def _read_table(file: str | None, format: str | None, row: int | None, has_columns: bool) -> Rows | None:
+def _read_table(
+    file: str | None, format: str | None, row: int | None, has_columns: bool, table: TableFormat
+) -> Rows | None:
     """Return the rows of a table; None for other files."""
     from hsa.signals.readers.rows import ROW_SUFFIXES, load_rows, parse_rows
+    from hsa.signals.readers.text import decode_file
 
     is_table = row is not None or has_columns
     if file is not None and format in ("csv", "tsv", "jsonl"):
-        return parse_rows(_load_text(file), f".{format}", _name(file))
+        text = decode_file(_load_bytes(file), table.encoding, _name(file))
+        return parse_rows(text, f".{format}", _name(file), table.delimiter)
     if format is None and file is not None and _name(file) != STDIN:
         suffix = Path(file).suffix.lower()
-        return load_rows(file) if is_table or suffix in set(ROW_SUFFIXES) - {".json"} else None
+        if is_table or suffix in set(ROW_SUFFIXES) - {".json"}:
+            return load_rows(file, delimiter=table.delimiter, encoding=table.encoding)
+        return None
     if is_table or format in ("csv", "tsv", "jsonl"):
         raise InvalidInput(
             "row" if row is not None else "columns" if has_columns else "format",
@@ -164,29 +199,33 @@ def _name(file: str) -> str:
     return STDIN if file == "-" else file
 
 
-def _load_text(file: str) -> str:
-    from hsa.signals.readers.text import decode_text, load_text
+def _load_bytes(file: str) -> bytes:
+    from hsa.signals.readers.text import load_bytes
 
-    return decode_text(sys.stdin.buffer.read(), where=STDIN) if _name(file) == STDIN else load_text(file)
+    return sys.stdin.buffer.read() if _name(file) == STDIN else load_bytes(file)
 
 
 def _read(
-    file: str | None, format: str | None, tokenizer: Path | None, language: str
+    file: str | None, format: str | None, tokenizer: Path | None, language: str, table: TableFormat
 ) -> tuple[str, Signal | Leaf, tuple[str, ...]]:
     """Return the name of the source, the signal, and the names of the levels, if they have any."""
     from hsa.signals.readers.files import SUFFIXES, read_file
     from hsa.signals.readers.nested import from_nested
-    from hsa.signals.readers.text import LANGUAGES, read_text
+    from hsa.signals.readers.text import LANGUAGES, decode_file, read_text
 
+    table.refuse("a file that is no table", "delimiter")
     if file is None:
+        table.refuse("the sample text")
         if format == "json":
             raise InvalidInput("format", got="json without a file", expected="a file, or - for stdin")
         source, text = "sample text", (files("hsa.cli") / _SAMPLE).read_text(encoding="utf-8")
     else:
         kind = "text" if _name(file) == STDIN else SUFFIXES.get(Path(file).suffix.lower(), "text")
         if format is None and kind not in ("text", "json"):
+            table.refuse(file)
             return file, read_file(file, tokenizer, language), ()
-        source, text = _name(file), _load_text(file)
+        source = _name(file)
+        text = decode_file(_load_bytes(file), table.encoding, source)
         format = format or ("json" if kind == "json" else None)
     if format == "json":
         return source, from_nested(_parse(text, source), drop_empty=True, where=Path(source).name), ()

@@ -17,7 +17,7 @@ MATCH3 = "Research: three-way attention (--task match3)"
 
 TOPICS: dict[str, tuple[str, ...]] = {
     OWN: ("task", "models", "out", "resume", "quick", "json", "seed"),
-    DATA: (),
+    DATA: ("text", "label", "number", "image", "validation", "test"),
     INPUTS: ("word_vectors", "encoder", "image_encoder"),
     MODEL: (),
     TRAINING: (),

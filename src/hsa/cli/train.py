@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -16,6 +18,7 @@ from hsa.cli.topics import DATA, DOCUMENTS, LANGUAGE, MATCH3, MODEL, SEQ2SEQ, TO
 from hsa.models.options import ModelOptions
 from hsa.research.match3.options import Match3Options
 from hsa.running import claimed
+from hsa.table_format import TableFormat
 from hsa.training.options import DataOptions, LanguageOptions, Seq2SeqOptions, TrainingOptions
 from hsa.training.recipe import Recipe
 
@@ -172,4 +175,8 @@ def _report(
 
 def _data_to_predict(recipe: Recipe, prepared: PreparedData) -> str:
     """Return an example of data that `hsa predict` can read."""
-    return {"python": "FILE.py", "news": "FILE"}.get(prepared.input_spec.kind, str(recipe.data))
+    if prepared.input_spec.kind != "rows":
+        return {"python": "FILE.py", "news": "FILE"}.get(prepared.input_spec.kind, str(recipe.data))
+    own, usual = asdict(recipe.read), TableFormat()
+    named = {name: own[name] for name in ("delimiter", "encoding") if own[name] != getattr(usual, name)}
+    return " ".join([str(recipe.data), *(f"--{name} {quote(value)}" for name, value in named.items())])

@@ -38,7 +38,8 @@ def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool,
         console.print(Text(f"{message} …", style="dim"))
 
     read = recipe.read
-    data = prepare_text(recipe.data, text=read.text, vocabulary=read.vocabulary, seed=recipe.training.seed, say=say)
+    seed = recipe.training.seed
+    data = prepare_text(recipe.data, text=read.text, vocabulary=read.vocabulary, seed=seed, table=read, say=say)
     parts = {"train": data.train, "validate": data.validation, "test": data.test}
     sizes = ", ".join(f"{len(tokens):,} to {verb}" for verb, tokens in parts.items())
     console.print(Text(f"{data.name}: {data.characters / 1e6:,.1f} M characters; tokens: {sizes}"))

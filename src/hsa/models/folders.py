@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hsa.errors import InvalidInput
 from hsa.files import read_json
-from hsa.models.saved import CONFIG, RESULTS, WEIGHTS, is_transformers, kind_of
+from hsa.models.saved import CONFIG, RESULTS, WEIGHTS, kind_of
 
 EXPECTED = "a model or a run that hsa train wrote"
 _CHECKPOINT = "checkpoint.pt"
@@ -26,13 +26,6 @@ def model_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise _not_a_folder(folder)
     if (folder / CONFIG).is_file():
-        if is_transformers(folder):
-            raise InvalidInput(
-                str(folder),
-                got="a transformers model",
-                expected=EXPECTED,
-                fix="Load it with from_pretrained of transformers; hsa.huggingface.convert changes its attention",
-            )
         return folder
     if (folder / RESULTS).is_file():
         return _first_of_run(folder)

@@ -25,9 +25,15 @@ CONFIG, WEIGHTS, TOKENIZER, RESULTS = "config.json", "model.safetensors", "token
 FORMAT = 2
 """Version of the file format. hsa 0.1 wrote files without a version."""
 CLASSIFIER, LANGUAGE_MODEL, SEQ2SEQ = "classifier", "language model", "encoder–decoder"
+TRANSFORMERS = "transformers model"
 Folder = str | PathLike[str]
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
-_WITH_ARTICLE = {CLASSIFIER: "a classifier", LANGUAGE_MODEL: "a language model", SEQ2SEQ: "an encoder–decoder"}
+_WITH_ARTICLE = {
+    CLASSIFIER: "a classifier",
+    LANGUAGE_MODEL: "a language model",
+    SEQ2SEQ: "an encoder–decoder",
+    TRANSFORMERS: "a transformers model",
+}
 
 
 def with_article(kind: str) -> str:
@@ -37,21 +43,18 @@ def with_article(kind: str) -> str:
 
 def kind_of(folder: Path) -> str | None:
     """Return the kind of model in a folder, as its configuration states it; None if it states none."""
-    about = _configuration(folder)
-    kind = about.get("model")
+    if not (folder / CONFIG).is_file():
+        return None
+    about = read_json(folder / CONFIG, "the configuration of a model of hsa")
+    if not isinstance(about, dict):
+        return None
+    kind = TRANSFORMERS if "model_type" in about else about.get("model")
     return kind if isinstance(kind, str) else None
 
 
 def is_transformers(folder: Path) -> bool:
     """Return whether the folder holds a transformers model: its configuration names a `model_type`."""
-    return "model_type" in _configuration(folder)
-
-
-def _configuration(folder: Path) -> dict[str, Any]:
-    if not (folder / CONFIG).is_file():
-        return {}
-    about = read_json(folder / CONFIG, "the configuration of a model of hsa")
-    return about if isinstance(about, dict) else {}
+    return kind_of(folder) == TRANSFORMERS
 
 
 def save_model(folder: Folder, model: Classifier, classes: Sequence[str] = ()) -> None:
@@ -208,7 +211,8 @@ def _load(
     about = read_json(folder / CONFIG, expected)
     fix = f"Train one with: {command}"
     if not isinstance(about, dict) or not isinstance(about.get("model"), str):
-        raise InvalidInput(str(folder / CONFIG), got="something else", expected=expected, fix=fix)
+        got = "that of a transformers model" if is_transformers(folder) else "something else"
+        raise InvalidInput(str(folder / CONFIG), got=got, expected=expected, fix=fix)
     if about.get("format") != FORMAT:
         older = "format" not in about
         raise InvalidInput(

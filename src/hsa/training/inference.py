@@ -7,7 +7,6 @@ from os import PathLike
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from hsa.models.classifier import Classifier
 from hsa.models.folders import model_folder
 from hsa.models.saved import CLASSIFIER, load_model
 from hsa.signals.batch import collate
+from hsa.signals.readers.rows import Rows
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data.data_set import DataSet, Example, build
 from hsa.training.data.prepare import InputSpec, load_input_spec
@@ -113,9 +113,9 @@ class LoadedClassifier(LoadedModel):
         """
         return self._stacked(self._vectors, inputs, batch_size, self.model.config.encoder.width)
 
-    def data_set(self, path: Path, on_bad: OnBad) -> DataSet:
+    def data_set(self, data: Path | Rows, on_bad: OnBad) -> DataSet:
         """Read labelled data of the kind that the model was trained on; `on_bad` is called for a bad row or file."""
-        source = self.input_spec.source(path, labelled=True)
+        source = self.input_spec.source(data, labelled=True)
         examples = self._readable(self.input_spec.examples(source, on_bad), on_bad)
         return build(examples, self.model.config.task, self.classes or None)
 
@@ -154,8 +154,7 @@ class LoadedClassifier(LoadedModel):
     def _label(self, examples: list[Example]) -> Iterator[Prediction]:
         if not self.classes:
             for example, number in zip(examples, self._outputs(examples, self.model).tolist(), strict=True):
-                yield Prediction(example.where, number, None)
+                yield Prediction(example.where, number)
             return
-        for example, row in zip(examples, self._probabilities(examples).numpy(), strict=True):
-            best, second, *_ = np.argsort(-row).tolist()
-            yield Prediction(example.where, self.classes[best], float(row[best]), self.classes[second])
+        for example, row in zip(examples, self._probabilities(examples).tolist(), strict=True):
+            yield Prediction.of_class(example.where, self.classes, row)

@@ -8,23 +8,25 @@ from pathlib import Path
 import torch
 
 from hsa.models.folders import model_folder
-from hsa.models.saved import LANGUAGE_MODEL, SEQ2SEQ, kind_of
+from hsa.models.saved import LANGUAGE_MODEL, SEQ2SEQ, TRANSFORMERS, kind_of
 from hsa.training.inference import LoadedClassifier
 from hsa.training.language_model.inference import LoadedLanguageModel
 from hsa.training.loaded_model import LoadedModel
 from hsa.training.seq2seq.inference import LoadedSeq2Seq
+from hsa.training.text_classifier import LoadedTextClassifier
 
 
 def load(folder: str | PathLike[str], device: torch.device | str = "cpu") -> LoadedModel:
     """Load a trained model together with its tokenizer and its classes.
 
     Args:
-        folder: Folder of a model, or of a run of `hsa train`, which stands for the first model of the run.
+        folder: Folder of a model, or of a run of `hsa train`, which stands for the first model of the run; or a classifier
+            of transformers, as `hsa finetune` and `hsa convert` save it. A converted one attends over its trees.
         device: Device to load the model to.
 
     Returns:
-        A `LoadedModel`: classifiers `predict`, `predict_proba` and `embed` texts or rows, encoder–decoders `predict`
-        answers, language models `generate` texts.
+        A `LoadedModel`: classifiers `predict` and `predict_proba` for texts or rows, and those of `hsa train` also `embed`
+        them; encoder–decoders `predict` answers; language models `generate` texts.
 
     Raises:
         InvalidInput: If the folder holds no model, several, or a damaged one; the message says what it holds.
@@ -45,4 +47,6 @@ def load(folder: str | PathLike[str], device: torch.device | str = "cpu") -> Loa
     kind = kind_of(path)
     if kind == LANGUAGE_MODEL:
         return LoadedLanguageModel.load(path, device)
+    if kind == TRANSFORMERS:
+        return LoadedTextClassifier.load(path, device)
     return LoadedSeq2Seq.load(path, device) if kind == SEQ2SEQ else LoadedClassifier.load(path, device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -33,12 +33,21 @@ class Prediction:
         label: Class, number or answer.
         probability: Probability of the class; None for numbers and answers.
         runner_up: Second most likely class.
+        probabilities: Probability of every class; empty for numbers and answers.
     """
 
     where: str
     label: str | float
-    probability: float | None
+    probability: float | None = None
     runner_up: str | None = None
+    probabilities: Mapping[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def of_class(where: str, classes: Sequence[str], probabilities: Sequence[float]) -> Prediction:
+        """Return the prediction of the most likely class."""
+        by_class = dict(zip(classes, probabilities, strict=True))
+        best, second = sorted(by_class, key=lambda name: -by_class[name])[:2]
+        return Prediction(where, best, by_class[best], second, by_class)
 
 
 class LoadedModel:
@@ -52,7 +61,7 @@ class LoadedModel:
         model: The module, in `eval` mode.
         tokenizer: Its `tokenizers.Tokenizer`; None if the model reads no text.
         classes: Names of the classes, in the order of the columns of `predict_proba`; empty for other models.
-        input_spec: How the model reads data; None for a language model.
+        input_spec: How the model reads data; None for models of language and of transformers.
     """
 
     kind: ClassVar[str]
@@ -86,8 +95,9 @@ class LoadedModel:
         """Return the class, number or answer of every input.
 
         Args:
-            inputs: A text, a row (a dictionary of columns), or a list of them; or a `pathlib.Path` of a file of rows. A
-                model that was trained on a folder of files takes texts, paths of files and the path of a folder.
+            inputs: A text, a row (a dictionary of columns), or a list of them; or a `pathlib.Path` of a file of rows, or the
+                result of `hsa.signals.load_rows`. A model that was trained on a folder of files takes texts, paths of files
+                and the path of a folder.
             batch_size: Number of inputs that the model reads at once.
 
         Returns:
@@ -116,7 +126,7 @@ class LoadedModel:
 
     def embed(self, inputs: Inputs, *, batch_size: int = 32) -> Tensor:
         """Return a vector per input, `[inputs, width]`, or `[width]` for one input; see `predict`."""
-        raise self._refusal("embed", "a classifier or a regression model")
+        raise self._refusal("embed", "a classifier or a regression model of hsa train")
 
     def generate(
         self,
@@ -188,8 +198,11 @@ class LoadedModel:
                 yield example
 
     def _one_or_all(self, inputs: Inputs, results: Any) -> Any:
+        return results[0] if self._is_single(inputs) else results
+
+    def _is_single(self, inputs: Inputs) -> bool:
         assert self.input_spec is not None
-        return results[0] if is_single(self.input_spec, inputs) else results
+        return is_single(self.input_spec, inputs)
 
     def _refusal(self, method: str, expected: str) -> InvalidInput:
         *most, last = self.methods

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hsa.analysis.metrics import confusion
+from hsa.analysis.metrics import confusion, scores_by_class
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,9 @@ def class_scores(predicted: np.ndarray, true: np.ndarray, classes: int) -> Score
     Scores(accuracy=0.6666666666666666, f1=0.6666666666666666, r2=None, mean_absolute_error=None)
     """
     table = confusion(predicted, true, classes)
-    correct, predictions, examples = np.diag(table), table.sum(0), table.sum(1)
-    seen = (predictions + examples) > 0
-    f1 = 2 * correct[seen] / (predictions + examples)[seen]
-    return Scores(accuracy=float(correct.sum() / len(true)), f1=float(f1.mean()))
+    seen = table.sum(0) + table.sum(1) > 0
+    _, _, f1 = scores_by_class(table)
+    return Scores(accuracy=float(np.trace(table) / len(true)), f1=float(f1[seen].mean()))
 
 
 def number_scores(predicted: np.ndarray, true: np.ndarray) -> Scores:

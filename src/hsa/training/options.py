@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from hsa.errors import InvalidInput
 from hsa.registry import Registry
+from hsa.table_format import TableFormat
 
 Precision = Literal["no", "bf16", "fp16"]
 Schedule = Literal["linear", "cosine", "constant"]
@@ -65,7 +66,7 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
-class DataOptions:
+class DataOptions(TableFormat):
     """Options of the data.
 
     Args:

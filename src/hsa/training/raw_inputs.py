@@ -10,7 +10,7 @@ from typing import Any
 from hsa.errors import InvalidInput
 from hsa.signals.readers.files import SUFFIXES, read_file
 from hsa.signals.readers.python_source import read_python
-from hsa.signals.readers.rows import ROW_SUFFIXES
+from hsa.signals.readers.rows import ROW_SUFFIXES, Rows
 from hsa.signals.readers.text import read_text
 from hsa.signals.signal import Leaf, Signal
 from hsa.training.data.data_set import Example
@@ -19,7 +19,7 @@ from hsa.training.data.sources import Files, ImageReader, OnBad
 
 Input = str | Mapping[str, Any] | Path
 """A text; a row, as a dictionary of columns; a file."""
-Inputs = Input | Iterable[Input]
+Inputs = Input | Rows | Iterable[Input]
 """One input or several. A path may also name a file of rows or a folder of files, which are several inputs."""
 
 
@@ -41,27 +41,44 @@ def read_inputs(spec: InputSpec, inputs: Inputs, on_bad: OnBad) -> Iterator[Exam
     Args:
         spec: How the model reads data.
         inputs: For a model trained on rows: texts (if it reads one column of text and nothing else), rows, or the path of
-            a file of rows. For a model trained on files: texts, paths of files, or the path of a folder.
+            a file of rows, or the rows that `load_rows` returns. For a model trained on files: texts, paths of files, or
+            the path of a folder.
 
     Raises:
         InvalidInput: For inputs of the wrong type, and for files that do not exist.
     """
-    if isinstance(inputs, Path):
-        examples = _of_rows(spec, inputs, on_bad) if spec.kind == "rows" else _of_files(spec, inputs, on_bad)
-        return spec.cut(examples, on_bad)
-    if isinstance(inputs, (str, Mapping)):
-        _check_not_a_path(inputs)
-        return spec.cut(_of_values(spec, [("input", inputs)], on_bad), on_bad)
-    _check_several(inputs, spec)
-    return spec.cut(_of_values(spec, ((f"inputs[{i}]", value) for i, value in enumerate(inputs)), on_bad), on_bad)
+    if isinstance(inputs, Path) and spec.kind != "rows":
+        return spec.cut(_of_files(spec, inputs, on_bad), on_bad)
+    if isinstance(inputs, (Path, Rows)) and spec.kind == "rows":
+        if isinstance(inputs, Path):
+            check_rows_file(inputs)
+        return spec.examples(spec.source(inputs, labelled=False), on_bad)
+    return spec.cut(_of_values(spec, values_of(inputs, _expected(spec)), on_bad), on_bad)
 
 
-def _of_rows(spec: InputSpec, path: Path, on_bad: OnBad) -> Iterator[Example]:
+def check_rows_file(path: Path) -> None:
+    """Raise an error for a folder, and for a file that is no file of rows."""
     if path.exists() and (path.is_dir() or path.suffix.lower() not in ROW_SUFFIXES):
         got = "a folder" if path.is_dir() else f"a {path.suffix or 'nameless'} file"
         expected = f"a file of rows, which the model was trained on: one of {', '.join(ROW_SUFFIXES)}"
         raise InvalidInput(str(path), got=got, expected=expected)
-    return spec.source(path, labelled=False).examples(spec.tokenizer, on_bad)
+
+
+def values_of(inputs: Inputs, expected: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of every input that is no path.
+
+    Args:
+        inputs: A text, a row, the rows of a file, or an iterable of texts and rows.
+        expected: Description of one input, for errors.
+    """
+    if isinstance(inputs, (str, Mapping)):
+        _check_not_a_path(inputs)
+        return iter([("input", inputs)])
+    if isinstance(inputs, Rows):
+        return ((inputs.where(i), row) for i, row in enumerate(inputs))
+    _check_several(inputs, expected)
+    assert not isinstance(inputs, Path)
+    return ((f"inputs[{i}]", value) for i, value in enumerate(inputs))
 
 
 def _of_files(spec: InputSpec, path: Path, on_bad: OnBad) -> Iterator[Example]:
@@ -146,13 +163,12 @@ def _check_not_a_path(value: str | Mapping[str, Any]) -> None:
         raise InvalidInput("input", got="the name of a file", expected="a text", fix=fix)
 
 
-def _check_several(inputs: Any, spec: InputSpec) -> None:
+def _check_several(inputs: Any, expected: str) -> None:
     """Raise unless the inputs are a list or another iterable of inputs."""
     is_frame = hasattr(inputs, "to_dict") and hasattr(inputs, "columns")  # iterating over it gives names of columns
     if is_frame or isinstance(inputs, bytes) or not isinstance(inputs, Iterable):
         fix = "Pass a data frame as frame.to_dict('records')" if is_frame else None
-        expected = f"{_expected(spec)}, or a list of them"
-        raise InvalidInput("inputs", got=_kind_of_value(inputs), expected=expected, fix=fix)
+        raise InvalidInput("inputs", got=_kind_of_value(inputs), expected=f"{expected}, or a list of them", fix=fix)
 
 
 def _kind_of_value(value: Any) -> str:

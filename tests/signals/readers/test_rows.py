@@ -312,3 +312,91 @@ def test_parquet_that_is_not_utf8(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"zebra", b"z\xff\xffra"))
     with pytest.raises(InvalidInput, match=r"a.parquet: expected a Parquet file, got damaged data \(.*UTF8"):
         load_rows(path)
+
+
+# Delimiters and encodings
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "columns"),
+    [
+        ("a.csv", "a;b\n1,5;2\n3;4\n", ("a", "b")),
+        ("a.csv", "a\tb\nx, y\tz\n", ("a", "b")),
+        ("a.csv", "a|b\n1|2", ("a", "b")),
+        ("a.csv", 'name, first;age\n"Tom; Kit";3\n', ("name, first", "age")),
+        ("a.csv", "a;b\n", None),
+        ("a.csv", "a,b\n1;2,3;4\n", ("a", "b")),  # the usual delimiter, wherever it fits
+        ("a.csv", "a,b;c\n1,2;3\n", ("a", "b;c")),
+        ("a.csv", "a,b\nx\n", ("a", "b")),  # rows may be short
+        ("a.csv", "text\nx; y\nz\n", ("text",)),
+        ("a.tsv", "a,b\n1,2\n", ("a", "b")),
+        ("a.tsv", "a, b\tc\n1\t2\n", ("a, b", "c")),
+    ],
+)
+def test_delimiters_are_recognised(tmp_path, name, text, columns):
+    path = tmp_path / name
+    path.write_text(text)
+    if columns is None:
+        with pytest.raises(InvalidInput, match="no rows"):
+            load_rows(path)
+    else:
+        assert load_rows(path).columns == columns
+
+
+def test_delimiters_that_are_not_recognised_are_asked_for(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text;label\ngood; fine;pos\n")
+    message = r"a\.csv: line 1: expected names .*, got the single column 'text;label'. Pass --delimiter ';', or"
+    with pytest.raises(InvalidInput, match=message):
+        load_rows(path)
+    with pytest.raises(InvalidInput, match=r"row 1 \(line 2\): expected at most 2, .*, got 3 fields"):
+        load_rows(path, delimiter=";")
+    assert load_rows(path, delimiter=",").columns == ("text;label",)
+    path.write_text("a;b|c\n1;2|3\n")  # two fit
+    with pytest.raises(InvalidInput, match=r"the single column 'a;b\|c'"):
+        load_rows(path)
+
+
+def test_given_delimiters(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a~b\tc\n1~2\t3\n")
+    assert load_rows(path, delimiter="~").row(0) == {"a": "1", "b\tc": "2\t3"}
+    for tab in ("\t", "tab", "\\t"):
+        assert load_rows(path, delimiter=tab).columns == ("a~b", "c")
+    for wrong in ("", ";;", '"', "\n"):
+        with pytest.raises(InvalidInput, match=r"^delimiter: expected one character, such as ';', or tab, got"):
+            load_rows(path, delimiter=wrong)
+    for name in ("a.jsonl", "a.parquet"):
+        write(tmp_path / name, ROWS)
+        with pytest.raises(InvalidInput, match=r"^delimiter: expected no value except for .csv and .tsv, got ';' for"):
+            load_rows(tmp_path / name, delimiter=";")
+    with pytest.raises(InvalidInput, match=r"^encoding: expected no value for a .parquet file"):
+        load_rows(tmp_path / "a.parquet", encoding="cp1252")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "cp1252", "utf-8-sig", "utf-32"])
+def test_encodings(tmp_path, name, encoding):
+    text = "name,likes\nÉva,fish\n"
+    data = text.encode(encoding)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert load_rows(path, encoding=encoding).row(0) == {"name": "Éva", "likes": "fish"}
+    if encoding == "utf-8-sig":
+        assert load_rows(path).columns == ("name", "likes")
+        return
+    with pytest.raises(InvalidInput, match=r"Pass its encoding|pass its encoding") as caught:
+        load_rows(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    if encoding == "cp1252":
+        assert f"{path}: line 2: expected text in utf-8, got the byte 0xc9" in str(caught.value)
+    if encoding == "utf-32":
+        assert "utf-16. Pass" not in str(caught.value)
+    if encoding == "utf-16":
+        assert str(caught.value).endswith("got text in utf-16. Pass its encoding: --encoding utf-16")
+
+
+def test_unknown_encodings(tmp_path):
+    write(tmp_path / "a.csv", ROWS)
+    with pytest.raises(InvalidInput, match=r"^encoding: the encoding 'utf8x' is not one of text files"):
+        load_rows(tmp_path / "a.csv", encoding="utf8x")

@@ -5,6 +5,7 @@ import pytest
 
 from hsa.errors import InvalidInput
 from hsa.signals.readers.tokens import train_tokenizer
+from hsa.table_format import TableFormat
 from hsa.training.language_model.data import (
     CHAPTER,
     END,
@@ -12,6 +13,7 @@ from hsa.training.language_model.data import (
     clean,
     closing_tokens,
     encode_documents,
+    held_out_texts,
     prepare_text,
 )
 
@@ -136,3 +138,22 @@ def test_a_folder_without_texts(tmp_path):
     (tmp_path / "texts").mkdir()
     with pytest.raises(InvalidInput, match="no text files in the folder"):
         prepare_text(tmp_path / "texts")
+
+
+def test_encodings_and_delimiters(tmp_path):
+    text = "C'était l'été. " * 40
+    for name in ("a.txt", "folder/a.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="cp1252")
+        data = path if path.parent == tmp_path else path.parent
+        assert held_out_texts(data, table=TableFormat(encoding="cp1252")) == [text.strip()]
+        with pytest.raises(
+            InvalidInput, match=r"a\.txt: line 1: expected text in utf-8, .* such as --encoding cp1252$"
+        ):
+            held_out_texts(data)
+        with pytest.raises(InvalidInput, match=r"^delimiter: expected no value, got ';' for"):
+            held_out_texts(data, table=TableFormat(delimiter=";"))
+    path = tmp_path / "a.csv"
+    path.write_text(f"text~id\n{text}~1\n", encoding="cp1252")
+    assert held_out_texts(path, ("text",), TableFormat("~", "cp1252")) == [text.strip()]

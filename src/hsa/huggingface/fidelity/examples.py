@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -61,6 +61,8 @@ def load_examples(
     split: str | None = None,
     join: bool = False,
     usual: Sequence[str] = SPLITS,
+    delimiter: str | None = None,
+    encoding: str = "utf-8",
 ) -> Examples:
     """Read examples from a .csv, .tsv, .json, .jsonl or .parquet file.
 
@@ -71,22 +73,17 @@ def load_examples(
         split: Value of the column "split" of the rows to read. Default: the first of `usual` that occurs.
         join: Whether to join several columns to one text instead of making a pair.
         usual: Default splits.
+        delimiter, encoding: As in `load_rows`.
 
     Raises:
         InvalidInput: The file or one of its rows does not fit; the message names it.
 
     >>> examples = load_examples("reviews.parquet", text=["review"], label="stars")  # doctest: +SKIP
     """
-    rows = load_rows(path)
-    in_split = _rows_of_split(rows, split, usual)
-    columns = tuple(text) or _usual_columns(rows)
-    if len(columns) > 2 and not join:
-        raise InvalidInput(
-            "text",
-            expected="one column, or two for a pair",
-            got=f"{len(columns)} columns",
-            fix="To join them into one text, pass --join",
-        )
+    rows = load_rows(path, delimiter=delimiter, encoding=encoding)
+    in_split = rows_of_split(rows, split, usual)
+    columns = tuple(text) or usual_columns(rows.columns, rows.file)
+    check_number_of_columns(columns, join)
     values = [rows.column(name) for name in columns]
     for name, column in zip(columns, values, strict=True):
         bad = next((i for i in in_split if not isinstance(column[i], str) or not column[i].strip()), None)
@@ -105,11 +102,23 @@ def load_examples(
     return examples.part(kept) if kept else replace(examples, labels=None)
 
 
+def check_number_of_columns(columns: Sequence[str], join: bool) -> None:
+    """Raise an error for more than two columns that are not joined."""
+    if len(columns) > 2 and not join:
+        raise InvalidInput(
+            "text",
+            expected="one column, or two for a pair",
+            got=f"{len(columns)} columns",
+            fix="To join them into one text, pass --join",
+        )
+
+
 def _is_label(value: Any) -> bool:
     return value not in (None, "", _UNLABELLED, str(_UNLABELLED)) and value == value  # NaN is an empty cell
 
 
-def _rows_of_split(rows: Rows, split: str | None, usual: Sequence[str]) -> list[int]:
+def rows_of_split(rows: Rows, split: str | None, usual: Sequence[str] = SPLITS) -> list[int]:
+    """Return the indices of the rows of a split; of the first of `usual` by default, of all if there is none of these."""
     if "split" not in rows.columns:
         if split is not None:
             raise InvalidInput(rows.file, problem="no column 'split'", expected=f"one that contains {split!r}")
@@ -124,14 +133,16 @@ def _rows_of_split(rows: Rows, split: str | None, usual: Sequence[str]) -> list[
     return [i for i, name in enumerate(splits) if name == wanted]
 
 
-def _usual_columns(rows: Rows) -> tuple[str, ...]:
+def usual_columns(columns: Iterable[str], where: str) -> tuple[str, ...]:
+    """Return the columns of texts among those of a table, by their names."""
+    columns = list(columns)
     usual = (("sentence1", "sentence2"), ("text",), ("sentence",), ("title", "description"))
     for names in usual:
-        if all(name in rows.columns for name in names):
+        if all(name in columns for name in names):
             return names
     raise InvalidInput(
-        rows.file,
-        problem=f"no text column among {list(rows.columns)}",
+        where,
+        problem=f"no text column among {columns}",
         expected="one with a usual name, such as 'text'",
         fix="Pass --text COLUMN",
     )

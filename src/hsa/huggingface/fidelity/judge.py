@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hsa.analysis.metrics import confusion
+from hsa.analysis.metrics import confusion, scores_by_class
 from hsa.errors import InvalidInput
 from hsa.huggingface.fidelity.examples import Examples, Tokens, number_labels, tokenize
 from hsa.huggingface.fidelity.next_tokens import (
@@ -230,9 +230,7 @@ def score_classes(predicted: np.ndarray, true: np.ndarray, classes: int) -> dict
     table = confusion(predicted, true, classes).astype(np.float64)
     right, guesses, labels, total = np.diag(table), table.sum(0), table.sum(1), table.sum()
     seen = (guesses + labels) > 0
-    precision = right[seen] / np.maximum(guesses[seen], 1)
-    recall = right[seen] / np.maximum(labels[seen], 1)
-    f1 = 2 * right[seen] / (guesses + labels)[seen]
+    precision, recall, f1 = (values[seen] for values in scores_by_class(table))
     spread = (total**2 - (guesses**2).sum()) * (total**2 - (labels**2).sum())
     matthews = (right.sum() * total - guesses @ labels) / math.sqrt(spread) if spread > 0 else 0.0
     return {

@@ -16,7 +16,7 @@ from hsa.errors import InvalidInput, inside
 from hsa.huggingface.encoders import batch_by_length
 from hsa.huggingface.fidelity.examples import load_examples, number_labels, tokenize
 from hsa.huggingface.loading import most_tokens
-from hsa.models.saved import CONFIG, kind_of
+from hsa.models.saved import CONFIG, TRANSFORMERS, kind_of
 from hsa.research.head_kernels.heads import Answer, EncoderHeads, Heads
 from hsa.research.head_kernels.huggingface import TransformerHeads, load_encoder
 from hsa.research.head_kernels.learning import Targets
@@ -45,7 +45,7 @@ def is_ours(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     if (folder / CONFIG).exists():
-        return kind_of(folder) is not None
+        return kind_of(folder) not in (None, TRANSFORMERS)
     return any(is_ours(path) for path in folder.iterdir() if path.is_dir())
 
 

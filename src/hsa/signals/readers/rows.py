@@ -8,6 +8,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ from hsa.files import check_unpacked, file_inside, parse_json, unpack_gzip
 from hsa.signals.readers.image import read_image
 from hsa.signals.readers.json_document import finite
 from hsa.signals.readers.outline import build_signal
-from hsa.signals.readers.text import decode_text, load_bytes, paragraphs
+from hsa.signals.readers.text import decode_file, load_bytes, paragraphs
 from hsa.signals.signal import Leaf, Signal
 
 _LONGEST_FIELD = 2**31 - 1  # the largest limit that csv accepts on every system
 _BATCH = 1024  # rows of a Parquet file that are unpacked at a time
 _NAME_COLUMNS = "Name the columns in the first line, each once"
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}  # usual ones
+_ALL_DELIMITERS = (",", ";", "\t", "|")
+_SAMPLED = 100  # rows that decide on the delimiter
 
 
 class Rows:
@@ -78,16 +82,22 @@ class Rows:
         return f"{self.file}: row {index + 1}{line}"
 
 
-def load_rows(path: str | PathLike[str]) -> Rows:
+def load_rows(path: str | PathLike[str], *, delimiter: str | None = None, encoding: str = "utf-8") -> Rows:
     """Load the rows of a .csv, .tsv, .json, .jsonl, .ndjson or .parquet file; text formats may be compressed (.gz).
 
     CSV and TSV name their columns in the first line; JSON is a list of objects, JSONL an object per line. A value that a row
     does not have is None. Compressed files and Parquet may hold 2 GiB of data.
 
+    Args:
+        path: File to load.
+        delimiter: Character between the fields of a .csv or .tsv file. By default, the usual one of the suffix, or else the
+            one of comma, semicolon, tab and vertical bar that splits the first rows into equal numbers of fields.
+        encoding: Encoding of a text format. A byte order mark is left out.
+
     Raises:
-        InvalidInput: For an unknown format, a damaged file, too much compressed data, an encoding other than UTF-8, no rows,
-            missing or repeated names in the first line, more fields than names, or invalid JSON; the message names file
-            and line.
+        InvalidInput: For an unknown format, a damaged file, too much compressed data, another encoding or delimiter, no
+            rows, missing or repeated names in the first line, more fields than names, or invalid JSON; the message names
+            file and line.
         MissingExtra: If `pyarrow` is not installed, for .parquet.
 
     >>> import tempfile
@@ -102,22 +112,36 @@ def load_rows(path: str | PathLike[str]) -> Rows:
     compressed = suffixes[-1:] == [".gz"]
     suffix = "".join((suffixes[:-1] if compressed else suffixes)[-1:])
     if suffix == ".parquet" and not compressed:
+        if encoding != "utf-8":
+            raise InvalidInput(
+                "encoding", got=f"{encoding} for {path}", expected="no value for a .parquet file", fix="Leave it out"
+            )
+        _refuse_delimiter(delimiter, str(path))
         return _parquet_rows(path)
-    if suffix not in _READERS:
+    if suffix not in ROW_SUFFIXES or suffix in (".parquet", ".gz"):
         known = ", ".join(ROW_SUFFIXES[:-1])
         raise InvalidInput(str(path), got=f"the suffix {suffix!r}", expected=f"one of {known}, or .gz of a text format")
-    return parse_rows(_load(path, compressed), suffix, str(path))
+    data = load_bytes(path, expected="a readable file")
+    text = decode_file(unpack_gzip(data, str(path)) if compressed else data, encoding, str(path))
+    return parse_rows(text, suffix, str(path), delimiter)
 
 
-def parse_rows(text: str, suffix: str, where: str) -> Rows:
+def parse_rows(text: str, suffix: str, where: str, delimiter: str | None = None) -> Rows:
     """Parse the text of a .csv, .tsv, .json, .jsonl or .ndjson file. Raises as `load_rows` does.
 
     >>> parse_rows('{"name": "Tom"}', ".jsonl", "cats.jsonl").columns
     ('name',)
+    >>> parse_rows("name;weight\\nTom;3,5", ".csv", "cats.csv").row(0)
+    {'name': 'Tom', 'weight': '3,5'}
     """
     if not text.strip():
         raise InvalidInput(where, got="an empty file", expected="rows")
-    return _READERS[suffix](text, where)
+    if suffix in _DELIMITERS:
+        usual = _DELIMITERS[suffix]
+        used = _choose_delimiter(text, usual, where) if delimiter is None else _check_delimiter(delimiter)
+        return _separated_rows(text, where, used)
+    _refuse_delimiter(delimiter, where)
+    return _JSON_READERS[suffix](text, where)
 
 
 def read_row(
@@ -199,39 +223,75 @@ def read_row(
     )
 
 
-def _load(path: str | PathLike[str], compressed: bool) -> str:
-    data = load_bytes(path, expected="a readable file")
-    if compressed:
-        data = unpack_gzip(data, str(path))
+def _separated_rows(text: str, file: str, delimiter: str) -> Rows:
+    records = _records(text, delimiter, file)
+    _, header = next(records)
+    names = _column_names(header, file)
+    columns: list[list[str | None]] = [[] for _ in names]
+    lines: list[int] = []
+    for line, fields in records:
+        if len(fields) > len(names):
+            raise InvalidInput(
+                f"{file}: row {len(lines) + 1} (line {line})",
+                got=f"{len(fields)} fields",
+                expected=f"at most {len(names)}, one for each of {_listed(names)}",
+                fix="Put quotes around a field with a delimiter in it",
+            )
+        lines.append(line)
+        for column, field in zip(columns, [*fields, *[None] * (len(names) - len(fields))], strict=True):
+            column.append(field)
+    return Rows(file, dict(zip(names, columns, strict=True)), lines)
+
+
+def _choose_delimiter(text: str, usual: str, file: str) -> str:
+    """Return the usual delimiter, or else the one that splits the header and the first rows into equally many fields.
+
+    Raises:
+        InvalidInput: For a single column whose name has a delimiter in it, or if two unusual delimiters fit.
+    """
+    candidates = (usual, *(d for d in _ALL_DELIMITERS if d != usual))
+    fitting = [d for d in candidates if _fits(text, d, file)]
+    if usual in fitting:
+        return usual
+    if len(fitting) == 1:
+        return fitting[0]
+    _, header = next(_records(text, usual, file))
+    inside = fitting or [d for d in candidates if d in header[0]]
+    if len(header) == 1 and inside:
+        raise InvalidInput(
+            f"{file}: line 1",
+            got=f"the single column {header[0]!r}",
+            expected="names of columns with a delimiter between them",
+            fix=f"Pass --delimiter {inside[0]!r}, or --delimiter {usual!r} if it is a single column",
+        )
+    return usual
+
+
+def _fits(text: str, delimiter: str, file: str) -> bool:
+    """Return whether a delimiter splits the header and the first rows into equally many fields, at least two."""
     try:
-        data.decode()
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        return decode_text(data, where=f"{path}: line {line}")
-    return decode_text(data, where=str(path))
+        widths = {len(fields) for _, fields in islice(_records(text, delimiter, file), _SAMPLED)}
+    except InvalidInput:
+        return False
+    return len(widths) == 1 and widths.pop() > 1
 
 
-def _separated_rows(delimiter: str) -> Callable[[str, str], Rows]:
-    def read(text: str, file: str) -> Rows:
-        records = _records(text, delimiter, file)
-        _, header = next(records)
-        names = _column_names(header, file)
-        columns: list[list[str | None]] = [[] for _ in names]
-        lines: list[int] = []
-        for line, fields in records:
-            if len(fields) > len(names):
-                raise InvalidInput(
-                    f"{file}: row {len(lines) + 1} (line {line})",
-                    got=f"{len(fields)} fields",
-                    expected=f"at most {len(names)}, one for each of {_listed(names)}",
-                    fix="Put quotes around a field with a delimiter in it",
-                )
-            lines.append(line)
-            for column, field in zip(columns, [*fields, *[None] * (len(names) - len(fields))], strict=True):
-                column.append(field)
-        return Rows(file, dict(zip(names, columns, strict=True)), lines)
+def _check_delimiter(delimiter: str) -> str:
+    """Return the delimiter; shells cannot pass a tab easily, so that it may also be written as tab or \\t."""
+    character = "\t" if delimiter in ("tab", "\\t") else delimiter
+    if len(character) != 1 or character in '"\r\n':
+        raise InvalidInput("delimiter", got=repr(delimiter), expected="one character, such as ';', or tab")
+    return character
 
-    return read
+
+def _refuse_delimiter(delimiter: str | None, file: str) -> None:
+    if delimiter is not None:
+        raise InvalidInput(
+            "delimiter",
+            got=f"{delimiter!r} for {file}",
+            expected="no value except for .csv and .tsv",
+            fix="Leave it out",
+        )
 
 
 def _records(text: str, delimiter: str, file: str) -> Iterator[tuple[int, list[str]]]:
@@ -349,14 +409,12 @@ class _ArrowColumn(Sequence):
             return map(self.__getitem__, range(len(self)))
 
 
-_READERS: dict[str, Callable[[str, str], Rows]] = {
-    ".csv": _separated_rows(","),
-    ".tsv": _separated_rows("\t"),
+_JSON_READERS: dict[str, Callable[[str, str], Rows]] = {
     ".json": _json_rows,
     ".jsonl": _json_lines_rows,
     ".ndjson": _json_lines_rows,
 }
-ROW_SUFFIXES = (*_READERS, ".parquet", ".gz")
+ROW_SUFFIXES = (*_DELIMITERS, *_JSON_READERS, ".parquet", ".gz")
 """Suffixes of files of rows."""
 
 

@@ -26,6 +26,8 @@ _NOT_FOR_FILES = frozenset({"idna", "punycode", "undefined", "unicode-escape", "
 # Plain spaces for all others, such as no-break spaces: sentencex 1.0 panics if one of several bytes precedes a full stop.
 _PLAIN_SPACES = {code: " " for code in range(0x80, 0x3001) if chr(code).isspace()}
 
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
 _BLANK_LINES = re.compile(r"\n\s*\n")
 
 
@@ -125,6 +127,34 @@ def decode_text(data: bytes, *, encoding: str = "utf-8", where: str = "text") ->
     if "\0" in text:
         raise binary
     return text.removeprefix("\ufeff")
+
+
+def decode_file(data: bytes, encoding: str, where: str) -> str:
+    """Decode a file whose encoding is an option of the command that reads it.
+
+    Raises:
+        InvalidInput: For another encoding; the message names the line and the option that sets the encoding.
+    """
+    try:
+        return decode_text(data, encoding=encoding, where=where)
+    except InvalidInput as error:
+        raise _encoding_error(error, data, encoding) from None
+
+
+def _encoding_error(error: InvalidInput, data: bytes, encoding: str) -> InvalidInput:
+    """Return the error with the line that cannot be decoded, and with the option that names the encoding."""
+    if error.got is None:  # no such encoding
+        return error.moved("encoding", fix=None)
+    if data.startswith(_BYTE_ORDER_MARKS) and not data.startswith(codecs.BOM_UTF32_LE):
+        return error.moved(error.where, got="text in utf-16", fix="Pass its encoding: --encoding utf-16")
+    if b"\0" in data:
+        return error.moved(error.where, fix="If it is text, pass its encoding, such as --encoding utf-16-le")
+    try:
+        data.decode(encoding)
+    except UnicodeDecodeError as bad:
+        line = data.count(b"\n", 0, bad.start) + 1
+        return error.moved(f"{error.where}: line {line}", fix="Pass its encoding, such as --encoding cp1252")
+    return error
 
 
 def decode_as(data: bytes, encoding: str) -> str:

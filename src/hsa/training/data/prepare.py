@@ -27,9 +27,11 @@ from hsa.signals import Leaf, Signal
 from hsa.signals.batch import Batch
 from hsa.signals.domains import Graph, Grid, Sequence, Table
 from hsa.signals.readers.image import read_image
-from hsa.signals.readers.rows import ROW_SUFFIXES
+from hsa.signals.readers.rows import ROW_SUFFIXES, load_rows
+from hsa.signals.readers.rows import Rows as LoadedRows
 from hsa.signals.readers.tokens import load_tokenizer
 from hsa.signals.windows import in_windows
+from hsa.table_format import TableFormat
 from hsa.training.data.data_set import DataSet, Example, build, split_at_random
 from hsa.training.data.sources import (
     Columns,
@@ -77,13 +79,15 @@ class InputSpec:
     image_encoder: str | None = None
     transform: Callable[[Batch], Batch] | None = None
 
-    def source(self, path: Path, *, labelled: bool) -> Source:
+    def source(self, data: Path | LoadedRows, *, labelled: bool) -> Source:
         """Open new data of the same kind."""
         if self.kind not in ("rows", "folders"):
             problem = f"the model was trained on data of the kind {self.kind!r}"
-            raise InvalidInput(str(path), problem=problem, expected="a model trained on rows or on a folder per class")
+            raise InvalidInput(str(data), problem=problem, expected="a model trained on rows or on a folder per class")
         columns = self.columns if labelled else replace(self.columns, label=None)
-        return open_source(path, columns, self.image_reader())
+        if isinstance(data, LoadedRows):
+            return Rows(data, columns, self.image_reader())
+        return open_source(data, columns, self.image_reader())
 
     def image_reader(self) -> ImageReader:
         """Return the function that reads images."""
@@ -128,14 +132,16 @@ def _sources(
 ) -> dict[str, Source]:
     """Return the sources of "train", and of "validation" and "test" if they have their own data."""
     if data is None:
+        options.refuse("the Python standard library")
         return {"train": StandardLibrary(most=60, packages=6) if small else StandardLibrary()}
     if data.is_dir() and News.is_at(data):
+        options.refuse("a folder")
         bad: Any = "skip" if options.skip_bad else "raise"
         splits: tuple[tuple[str, Any], ...] = (("train", "train"), ("validation", "dev"), ("test", "test"))
         return {name: News(data, split, encoder, image_reader, bad) for name, split in splits}
     paths = {"train": data, "validation": options.validation, "test": options.test}
     columns = columns_of(options)
-    return {name: open_source(path, columns, image_reader) for name, path in paths.items() if path is not None}
+    return {name: open_source(path, columns, image_reader, options) for name, path in paths.items() if path is not None}
 
 
 def columns_of(options: DataOptions) -> Columns:
@@ -144,15 +150,21 @@ def columns_of(options: DataOptions) -> Columns:
     return Columns(options.text, options.number, options.image, options.label, numeric, options.language)
 
 
-def open_source(data: Path, columns: Columns, image_reader: ImageReader = read_image) -> Source:
+def open_source(
+    data: Path,
+    columns: Columns,
+    image_reader: ImageReader = read_image,
+    table: TableFormat = TableFormat(),  # noqa: B008
+) -> Source:
     """Open a file of rows, or a folder with one subfolder per class."""
     if data.is_dir():
+        table.refuse("a folder")
         return Folders(data, columns.language, image_reader)
     if not data.exists():
         expected = "a file of rows, or a folder per class"
         raise InvalidInput(str(data), problem="no such file or folder", expected=expected)
     if data.suffix.lower() in ROW_SUFFIXES:
-        return Rows(data, columns, image_reader)
+        return Rows(load_rows(data, delimiter=table.delimiter, encoding=table.encoding), columns, image_reader)
     raise InvalidInput(
         str(data),
         got=f"a {data.suffix} file" if data.suffix else "a file without a suffix",

@@ -22,7 +22,8 @@ from hsa.signals.readers.files import SUFFIXES, read_file, text_of
 from hsa.signals.readers.image import read_image
 from hsa.signals.readers.json_document import finite
 from hsa.signals.readers.python_source import definitions, read_python
-from hsa.signals.readers.rows import load_rows, read_row
+from hsa.signals.readers.rows import Rows as LoadedRows
+from hsa.signals.readers.rows import read_row
 from hsa.signals.readers.text import load_text
 from hsa.signals.signal import Leaf, Signal
 from hsa.training.data.data_set import Example
@@ -94,11 +95,11 @@ class Columns:
 
 
 class Rows:
-    """Rows of a CSV, TSV, JSON, JSON-lines or Parquet file."""
+    """Rows of a file, which `load_rows` loaded."""
 
-    def __init__(self, path: Path, columns: Columns, image_reader: ImageReader = read_image):
-        self.path, self.columns, self.image_reader = path, columns, image_reader
-        self.rows = load_rows(path)
+    def __init__(self, rows: LoadedRows, columns: Columns, image_reader: ImageReader = read_image):
+        self.rows, self.columns, self.image_reader = rows, columns, image_reader
+        self.path = path = Path(rows.file)
         for name in (*columns.read, *((columns.label,) if columns.label else ())):
             self.rows.column(name)  # raises an error that lists the existing columns
         if not columns.read:

@@ -25,8 +25,9 @@ from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.signals.readers.python_source import load_python
 from hsa.signals.readers.rows import ROW_SUFFIXES, load_rows
-from hsa.signals.readers.text import load_text, normalize_newlines, train_tokenizer
+from hsa.signals.readers.text import decode_file, load_bytes, normalize_newlines, train_tokenizer
 from hsa.signals.readers.tokens import encodable, load_tokenizer
+from hsa.table_format import TableFormat
 from hsa.training.data.prepare import cache_folder, is_cached, write_cache
 from hsa.training.data.sources import digest, stamp
 
@@ -76,6 +77,7 @@ def prepare_text(
     text: tuple[str, ...] = (),
     vocabulary: int = 8192,
     seed: int = 0,
+    table: TableFormat = TableFormat(),  # noqa: B008
     say: Callable[[str], None] = lambda message: None,
 ) -> LmData:
     """Read texts, train a tokenizer on the training part, and encode the texts. The result is cached.
@@ -85,15 +87,17 @@ def prepare_text(
         text: Columns of a file of rows that hold text.
         vocabulary: Maximum vocabulary size.
         seed: Random seed of the split.
+        table: Format of the file of rows; text files have its encoding too.
         say: Callback for progress messages.
     """
     name = "Python standard library" if data is None else data.name
-    key = json.dumps([version("hsa"), "lm 1", _fingerprint(data), text, vocabulary, seed], default=str)
+    form = [table.delimiter, table.encoding]
+    key = json.dumps([version("hsa"), "lm 1", _fingerprint(data), text, vocabulary, seed, form], default=str)
     folder = cache_folder() / digest([key])
     files = {part: f"{part}.npy" for part in SPLITS}
     if not is_cached(folder, (*files.values(), _TOKENIZER, _ABOUT)):
         say("reading")
-        parts = _split(list(_documents(data, text)), seed)
+        parts = _split(list(_documents(data, text, table)), seed)
         characters = sum(len(d) for part in parts.values() for d in part)
         say(f"training a tokenizer on {sum(map(len, parts['train'])) / 1e6:,.1f} M characters")
         tokenizer = train_tokenizer(parts["train"], vocabulary, special_tokens=(END, PARAGRAPH, CHAPTER))
@@ -115,9 +119,9 @@ def prepare_text(
     return LmData(train, validation, test, tokenizer, closing_tokens(tokenizer), name, characters)
 
 
-def held_out_texts(data: Path, columns: tuple[str, ...] = ()) -> list[str]:
+def held_out_texts(data: Path, columns: tuple[str, ...] = (), table: TableFormat = TableFormat()) -> list[str]:  # noqa: B008
     """Return the texts of the test split if the data have one, otherwise all texts."""
-    documents = [document for document in _documents(data, columns) if document.text]
+    documents = [document for document in _documents(data, columns, table) if document.text]
     test = [document.text for document in documents if document.split == "test"]
     if not documents:
         raise InvalidInput(str(data), problem="no text", expected="at least one document")
@@ -159,8 +163,9 @@ def clean(text: str) -> str:
     return _BLANK.sub(lambda match: PARAGRAPH if match[0].count("\n") == 2 else CHAPTER, text)
 
 
-def _documents(data: Path | None, columns: tuple[str, ...]) -> Iterator[Document]:
+def _documents(data: Path | None, columns: tuple[str, ...], table: TableFormat) -> Iterator[Document]:
     if data is None:
+        table.refuse("the Python standard library")
         yield from _docstrings(Path(sysconfig.get_path("stdlib")))
     elif data.is_dir():
         files = sorted(f for f in data.rglob("*") if f.is_file() and f.suffix.lower() in TEXT_SUFFIXES)
@@ -168,7 +173,8 @@ def _documents(data: Path | None, columns: tuple[str, ...]) -> Iterator[Document
             raise InvalidInput(
                 str(data), problem="no text files in the folder", expected=f"some of {', '.join(TEXT_SUFFIXES)}"
             )
-        yield from (Document(clean(load_text(file))) for file in files)
+        table.refuse("text files", "delimiter")
+        yield from (_text_file(file, table) for file in files)
     elif not data.exists():
         raise InvalidInput(
             str(data),
@@ -176,9 +182,14 @@ def _documents(data: Path | None, columns: tuple[str, ...]) -> Iterator[Document
             expected="a text file, a folder of text files, or a file of rows",
         )
     elif data.suffix.lower() in ROW_SUFFIXES:
-        yield from _rows(data, columns)
+        yield from _rows(data, columns, table)
     else:
-        yield Document(clean(load_text(data)))
+        table.refuse("a text file", "delimiter")
+        yield _text_file(data, table)
+
+
+def _text_file(path: Path, table: TableFormat) -> Document:
+    return Document(clean(decode_file(load_bytes(path), table.encoding, str(path))))
 
 
 def _docstrings(library: Path) -> Iterator[Document]:
@@ -201,9 +212,9 @@ def _docstrings(library: Path) -> Iterator[Document]:
             yield Document(PARAGRAPH.join(text.replace(CHAPTER, PARAGRAPH) for text in docstrings if text))
 
 
-def _rows(data: Path, columns: tuple[str, ...]) -> Iterator[Document]:
+def _rows(data: Path, columns: tuple[str, ...], table: TableFormat) -> Iterator[Document]:
     """Yield one document per row, from the named columns, or from the headings and paragraphs of a book."""
-    rows = load_rows(data)
+    rows = load_rows(data, delimiter=table.delimiter, encoding=table.encoding)
     book = {"headings", "paragraphs"} <= set(rows.columns)
     if not columns and not book:
         raise InvalidInput(

@@ -21,6 +21,7 @@ from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.folders import model_folder
 from hsa.models.memory import set_test_memory
 from hsa.models.saved import LANGUAGE_MODEL, load_language_model
+from hsa.table_format import TableFormat
 from hsa.training.data.prepare import load_model_tokenizer
 from hsa.training.experiment import RESULT
 from hsa.training.language_model.data import encode_documents, held_out_texts
@@ -93,6 +94,7 @@ def evaluate_text(
     columns: tuple[str, ...] = (),
     context: int | None = None,
     memory: int | None = None,
+    table: TableFormat = TableFormat(),  # noqa: B008
 ) -> TextScores:
     """Score a language model on a text, read in blocks, or by a Transformer-XL as one stream.
 
@@ -102,6 +104,7 @@ def evaluate_text(
         columns: Columns of the table that hold text.
         context: Number of tokens of a block; by default, that of the training.
         memory: Number of tokens that the model remembers from now on; by default, that of the training.
+        table: Format of the table; text files have its encoding too.
 
     Raises:
         InvalidInput: If `memory` is given for a model without a memory, or `context` for one that reads segments; if there
@@ -111,7 +114,7 @@ def evaluate_text(
     if memory is not None:
         set_test_memory(model, memory)
     context = _context(loaded.folder, model, context)
-    tokens = encode_documents(held_out_texts(data, columns), tokenizer)
+    tokens = encode_documents(held_out_texts(data, columns, table), tokenizer)
     evaluation = evaluate_language_model(model, tokens, context)
     return TextScores(
         tokens=evaluation.tokens,

@@ -15,6 +15,7 @@ from torch import Tensor
 from hsa.errors import InvalidInput
 from hsa.nn.embedding import Modality
 from hsa.signals.batch import Batch, collate
+from hsa.signals.readers.rows import load_rows
 from hsa.signals.readers.text import read_text, train_tokenizer
 from hsa.training.data.data_set import Example
 from hsa.training.data.prepare import InputSpec, columns_of
@@ -181,6 +182,7 @@ def prepare_pairs(
 
 def _source(data: Path | None, options: DataOptions, seed: int, small: bool) -> Source:
     if data is None:
+        options.refuse("generated documents")
         return MarkedSentences(1_000 if small else 10_000, seed)
     if len(options.text) != 1 or options.label is None or options.number or options.image:
         label = () if options.label is None else (options.label,)
@@ -191,7 +193,8 @@ def _source(data: Path | None, options: DataOptions, seed: int, small: bool) -> 
             expected="a column of prompts and a column of answers",
             fix="Name them with --text PROMPT --label ANSWER",
         )
-    return Rows(data, columns_of(options))
+    rows = load_rows(data, delimiter=options.delimiter, encoding=options.encoding)
+    return Rows(rows, columns_of(options))
 
 
 def _pairs(examples: Iterator[Example], tokenizer: Any, max_answer: int) -> Pairs:

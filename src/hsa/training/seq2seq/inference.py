@@ -63,4 +63,4 @@ class LoadedSeq2Seq(LoadedModel):
             answers = self.model.generate(prompts, max_new_tokens=max_new_tokens)
             for example, answer in zip(examples, answers, strict=True):
                 tokens = [token for token in answer if token != self.model.config.start]
-                yield Prediction(example.where, self.tokenizer.decode(tokens), None)
+                yield Prediction(example.where, self.tokenizer.decode(tokens))
