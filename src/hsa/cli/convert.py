@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -161,31 +162,39 @@ def convert(
     """
     from rich.console import Console
 
+    from hsa.huggingface.fidelity.calibrate import CALIBRATION_FILE
+    from hsa.huggingface.fidelity.parts import PARTS_FILE
     from hsa.huggingface.fidelity.report import write_report
     from hsa.huggingface.loading import save_model
-    from hsa.running import claimed
+    from hsa.running import Interrupted, claimed, sigterm_as_interrupt
 
     console = Console(stderr=json)
     folder = out or Path("runs") / f"convert-{Path(model).name}"
     bars = Bars(console)
-    with claimed(folder):
-        report, converted, tokenizer = _convert(
-            model,
-            data,
-            task,
-            budget,
-            calibration,
-            calibrate_on,
-            every_layer,
-            folder,
-            lengths,
-            cpu,
-            read,
-            settings,
-            bars,
-        )
-        save_model(folder / "model", converted, tokenizer)
-        pictures = write_report(folder, report)
+    with claimed(folder), sigterm_as_interrupt():
+        try:
+            report, converted, tokenizer = _convert(
+                model,
+                data,
+                task,
+                budget,
+                calibration,
+                calibrate_on,
+                every_layer,
+                folder,
+                lengths,
+                cpu,
+                read,
+                settings,
+                bars,
+            )
+            save_model(folder / "model", converted, tokenizer)
+            pictures = write_report(folder, report)
+        except KeyboardInterrupt:
+            kept = any((folder / name).exists() for name in (CALIBRATION_FILE, PARTS_FILE))
+            advice = f"; the same command goes on from what is in {folder}" if kept else " before anything was measured"
+            raise Interrupted(f"stopped{advice}") from None
+        (folder / PARTS_FILE).unlink(missing_ok=True)
     if json:
         print((folder / "report.json").read_text(encoding="utf-8"), end="")
         return
@@ -362,10 +371,11 @@ class _Run:
     def measure(self, drawn: _Drawn, batch_tokens: int) -> Report:
         """Search for settings if there is a budget, convert the model, and compare it with the original."""
         from hsa.huggingface.conversion import convert_as
-        from hsa.huggingface.fidelity.calibrate import calibrate
+        from hsa.huggingface.fidelity.calibrate import Budget, calibrate
         from hsa.huggingface.fidelity.judge import Judge
+        from hsa.huggingface.fidelity.parts import Parts
         from hsa.huggingface.fidelity.report import Report
-        from hsa.huggingface.fidelity.timing import list_lengths, time_model
+        from hsa.huggingface.fidelity.timing import list_lengths
 
         def judge_of(texts: Any) -> Judge:
             return Judge(texts, self.task, self.model, self.tokenizer, longest=self.longest, batch_tokens=batch_tokens)
@@ -373,6 +383,9 @@ class _Run:
         model, tokenizer, settings, search = self.model, self.tokenizer, self.settings, None
         if settings is None:
             assert self.budget is not None
+            assert drawn.search is not None
+            if too_few := Budget.parse(self.budget).too_few(len(drawn.search)):
+                warnings.warn(too_few, HsaWarning, stacklevel=2)
             with self.bars.running() as watch:
                 search = calibrate(
                     model,
@@ -386,19 +399,19 @@ class _Run:
                 )
             settings = search.settings
         judge = judge_of(drawn.report)
-        convert_as(model, {}, tokenizer=tokenizer)
+        lengths = list(self.lengths) or list_lengths(self.longest)
+        parts = Parts(self.folder, judge, convert_as(model, {}, tokenizer=tokenizer), settings)
+        if len(parts):
+            self.bars.say(f"continuing from the finished parts in {self.folder}")
         with self.bars.running() as watch:
-            before = judge.ask(model, self.bars.counter(watch, "original", len(judge)))
-            convert_as(model, settings, tokenizer=tokenizer)
-            after = judge.ask(model, self.bars.counter(watch, "converted", len(judge)))
-            lengths = list(self.lengths) or list_lengths(self.longest)
-            timed = time_model(
-                model,
-                settings,
-                lengths,
-                tokenizer=tokenizer,
-                watch=lambda length: watch("time at each length", lengths.index(length) + 1, len(lengths)),
+            before = parts.answers(
+                "original", lambda: judge.ask(model, self.bars.counter(watch, "original model", len(judge)))
             )
+            convert_as(model, settings, tokenizer=tokenizer)
+            after = parts.answers(
+                "converted", lambda: judge.ask(model, self.bars.counter(watch, "converted model", len(judge)))
+            )
+            timed = parts.times(model, settings, lengths, tokenizer, partial(watch, "time at each length"))
         return Report.of(self.name, judge, settings, before, after, timed=timed, calibration=search, budget=self.budget)
 
     def explain_oom(self, device: str) -> Exception:
