@@ -48,7 +48,7 @@ def test_stages(clock, console):
 
 
 def test_a_resumed_stage(clock, console):
-    """What was done before does not count as progress of this session."""
+    """Steps of an earlier session do not count as progress of this one."""
     with Bars(console).running() as watch:
         watch("fine-tuning", 900, 1000)
         clock.now += 40

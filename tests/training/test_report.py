@@ -1,4 +1,4 @@
-"""Which example a report draws, and the labels of its leaves."""
+"""Example that a report draws, and the labels of its leaves."""
 
 from types import SimpleNamespace
 

@@ -71,7 +71,7 @@ def test_timing(tmp_path, mib, count):
 
 @pytest.mark.parametrize("times", [[31.0, 39.0], [0.02, 0.5], [7.0, 70_000.0]])
 def test_axes_of_time_have_ticks(tmp_path, monkeypatch, times):
-    """Also if all times lie between two powers of ten."""
+    """Times between two powers of ten have ticks too."""
     from hsa.huggingface.fidelity import plots as conversion_plots
 
     labels, save = [], conversion_plots.save_figure
