@@ -250,6 +250,7 @@ def _convert(
         bars.say(drawn.note)
     short = Path(name).name if Path(name).is_dir() else name
     settings = _settings(model, tokenizer, options) if budget is None else None
+    _say_crossover(model, settings, options, longest, bars)
     run = _Run(
         short,
         task,
@@ -272,6 +273,23 @@ def _convert(
             if batch_tokens > longest:
                 bars.say("out of memory; one text at a time")
     raise run.explain_oom(device)
+
+
+def _say_crossover(
+    model: Any, settings: dict[int, LayerSettings] | None, options: SettingOptions, longest: int, bars: Bars
+) -> None:
+    """Print from which length on converted attention is faster on this machine."""
+    from rich.text import Text
+
+    from hsa.huggingface.fidelity.crossover import measure_crossover
+
+    bars.say("measuring from which length on converted attention is faster")
+    typical = (
+        LayerSettings(exact_until=options.exact_until) if settings is None else next(iter(settings.values()), None)
+    )
+    crossover = None if typical is None else measure_crossover(model, typical)
+    if crossover is not None:
+        bars.console.print(Text(f"{crossover}; texts are cut at {longest:,} tokens"), soft_wrap=True)
 
 
 def _load_texts(data: Path, calibration: Path | None, read: TextOptions) -> tuple[Examples, Examples | None]:
