@@ -155,6 +155,21 @@ def test_an_interrupted_comparison_goes_on(call, models, data, monkeypatch):
     assert {**again, "timed": []} == {**report, "timed": []}
 
 
+@pytest.mark.parametrize("task", ["classification", "lm"])
+def test_a_dry_run_estimates_and_writes_nothing(call, models, data, task):
+    arguments = ("convert", models / task, data, "--task", task, "--dry-run", *QUICK)
+    code, out, err = call(*arguments, *WINDOWS)
+    assert (code, err) == (0, "")
+    assert re.search(r"estimate, from one batch of \d+ of \d+ (text|piece)s:\n  report +about \d+ s\n", out)
+    assert re.search(r"\n  memory +0.0 GiB of weights, and about [\d.]+ GiB beside them\nnothing was converted\n$", out)
+    assert not Path("runs").exists()
+    budget = () if task == "lm" else ("--budget", "ops 2x")
+    code, out, _ = call(*arguments, *budget, "--json")
+    assert code == 0
+    assert (json.loads(out)["search"] > 0) == (task != "lm")
+    assert not Path("runs").exists()
+
+
 def test_interrupted_before_anything_was_measured(call, models, data, monkeypatch):
     def interrupt(*call, **more):
         raise KeyboardInterrupt

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
 from hsa.cli.help import HelpPage
-from hsa.cli.progress import Bars, print_paths
+from hsa.cli.progress import Bars, format_time, print_paths
 from hsa.cli.runs import NAMED
 from hsa.errors import HsaWarning, InvalidInput
 from hsa.huggingface.settings import Kind, LayerSettings, Tree
@@ -19,7 +21,9 @@ from hsa.huggingface.settings import Kind, LayerSettings, Tree
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hsa.huggingface.fidelity.estimate import Estimate
     from hsa.huggingface.fidelity.examples import Examples
+    from hsa.huggingface.fidelity.judge import Judge
     from hsa.huggingface.fidelity.pieces import Pieces
     from hsa.huggingface.fidelity.report import Report
 
@@ -91,6 +95,7 @@ class SettingOptions:
         return {**values, "sinks": int(self.sinks) if self.sinks.isdecimal() else self.sinks}
 
 
+T = TypeVar("T")
 _SETTINGS = "Converted layers"
 
 HELP = HelpPage(
@@ -102,7 +107,7 @@ HELP = HelpPage(
     common=(
         *("task", "text", "label", "limit", "max_tokens"),
         *("kind", "threshold", "top_k", "only_layers", "budget"),
-        *("out", "json", "cpu"),
+        *("out", "dry_run", "json", "cpu"),
     ),
     topics={
         "Run": (),
@@ -127,6 +132,7 @@ def convert(
     out: Path | None = None,
     lengths: tuple[int, ...] = (),
     cpu: bool = False,
+    dry_run: bool = False,
     json: bool = False,
     read: Annotated[TextOptions, Parameter(name="*", group="Data")] = TextOptions(),  # noqa: B008
     settings: Annotated[SettingOptions, Parameter(name="*", group=_SETTINGS)] = SettingOptions(),  # noqa: B008
@@ -158,6 +164,7 @@ def convert(
         out: Folder for the results; runs/convert-NAME by default. A search reuses the measurements in this folder.
         lengths: Lengths in tokens to measure time and memory at; several up to the longest input by default.
         cpu: Do not use a GPU.
+        dry_run: Only estimate time and memory, from one batch of the texts; write nothing.
         json: Print the report as JSON, for scripts.
     """
     from rich.console import Console
@@ -173,7 +180,7 @@ def convert(
     bars = Bars(console)
     with claimed(folder), sigterm_as_interrupt():
         try:
-            report, converted, tokenizer = _convert(
+            run, drawn = _prepare(
                 model,
                 data,
                 task,
@@ -188,7 +195,11 @@ def convert(
                 settings,
                 bars,
             )
-            save_model(folder / "model", converted, tokenizer)
+            if dry_run:
+                _show_estimate(console, run.in_memory(run.estimate, drawn), drawn, json)
+                return
+            report = run.in_memory(run.measure, drawn)
+            save_model(folder / "model", run.model, run.tokenizer)
             pictures = write_report(folder, report)
         except KeyboardInterrupt:
             kept = any((folder / name).exists() for name in (CALIBRATION_FILE, PARTS_FILE))
@@ -201,7 +212,7 @@ def convert(
     _show(console, report, folder, pictures)
 
 
-def _convert(
+def _prepare(
     name: str,
     data: Path,
     task: str,
@@ -215,12 +226,11 @@ def _convert(
     read: TextOptions,
     options: SettingOptions,
     bars: Bars,
-) -> tuple[Report, Any, Any]:
+) -> tuple[_Run, _Drawn]:
     import torch
 
     from hsa.huggingface.fidelity.calibrate import METRICS, Budget
     from hsa.huggingface.loading import load_for_task, most_tokens
-    from hsa.training.failures import OutOfMemory, catch_oom
 
     check_counts(limit=read.limit, max_tokens=read.max_tokens, calibrate_on=calibrate_on)
     if budget is not None:  # before anything is loaded
@@ -265,14 +275,7 @@ def _convert(
         folder,
         bars,
     )
-    batch = {"cpu": 2**13, "cuda": 2**15 if task == "lm" else 2**17}[device]
-    for batch_tokens in (batch, longest) if batch >= 2 * longest else (longest,):
-        try:
-            return catch_oom(run.measure)(drawn, batch_tokens), model, tokenizer
-        except OutOfMemory:
-            if batch_tokens > longest:
-                bars.say("out of memory; one text at a time")
-    raise run.explain_oom(device)
+    return run, drawn
 
 
 def _say_crossover(
@@ -386,17 +389,55 @@ class _Run:
     folder: Path
     bars: Bars
 
+    def in_memory(self, work: Callable[[_Drawn, int], T], drawn: _Drawn) -> T:
+        """Return the result of `work`, which is called with the texts and a number of tokens per batch that fits."""
+        from hsa.training.failures import OutOfMemory, catch_oom
+
+        device = self.model.device.type
+        batch = {"cpu": 2**13, "cuda": 2**15 if self.task == "lm" else 2**17}[device]
+        for batch_tokens in (batch, self.longest) if batch >= 2 * self.longest else (self.longest,):
+            try:
+                return catch_oom(work)(drawn, batch_tokens)
+            except OutOfMemory:
+                if batch_tokens > self.longest:
+                    self.bars.say("out of memory; one text at a time")
+        raise self.explain_oom(device)
+
+    def _judge(self, texts: Any, batch_tokens: int) -> Judge:
+        from hsa.huggingface.fidelity.judge import Judge
+
+        return Judge(texts, self.task, self.model, self.tokenizer, longest=self.longest, batch_tokens=batch_tokens)
+
+    def estimate(self, drawn: _Drawn, batch_tokens: int) -> Estimate:
+        """Estimate time and memory of `measure` from one batch."""
+        from hsa.huggingface.conversion import convert, revert, settings_of
+        from hsa.huggingface.fidelity.estimate import estimate
+        from hsa.huggingface.fidelity.timing import list_lengths
+
+        settings = self.settings
+        if settings is None:  # typical ones
+            revert(self.model)
+            settings = settings_of(convert(self.model, tokenizer=self.tokenizer, exact_until=self.exact_until))
+        report = self._judge(drawn.report, batch_tokens)
+        count = max(1, batch_tokens // int(report.tokens.lengths.mean()))
+        self.bars.say("measuring one batch")
+        return estimate(
+            self.model,
+            settings,
+            self._judge(drawn.report.sample(count), batch_tokens),
+            report,
+            None if drawn.search is None else self._judge(drawn.search, batch_tokens),
+            list(self.lengths) or list_lengths(self.longest),
+            tokenizer=self.tokenizer,
+        )
+
     def measure(self, drawn: _Drawn, batch_tokens: int) -> Report:
         """Search for settings if there is a budget, convert the model, and compare it with the original."""
         from hsa.huggingface.conversion import convert_as
         from hsa.huggingface.fidelity.calibrate import Budget, calibrate
-        from hsa.huggingface.fidelity.judge import Judge
         from hsa.huggingface.fidelity.parts import Parts
         from hsa.huggingface.fidelity.report import Report
         from hsa.huggingface.fidelity.timing import list_lengths
-
-        def judge_of(texts: Any) -> Judge:
-            return Judge(texts, self.task, self.model, self.tokenizer, longest=self.longest, batch_tokens=batch_tokens)
 
         model, tokenizer, settings, search = self.model, self.tokenizer, self.settings, None
         if settings is None:
@@ -407,7 +448,7 @@ class _Run:
             with self.bars.running() as watch:
                 search = calibrate(
                     model,
-                    judge_of(drawn.search),
+                    self._judge(drawn.search, batch_tokens),
                     self.budget,
                     every_layer=self.every_layer,
                     exact_until=self.exact_until,
@@ -416,7 +457,7 @@ class _Run:
                     watch=watch,
                 )
             settings = search.settings
-        judge = judge_of(drawn.report)
+        judge = self._judge(drawn.report, batch_tokens)
         lengths = list(self.lengths) or list_lengths(self.longest)
         parts = Parts(self.folder, judge, convert_as(model, {}, tokenizer=tokenizer), settings)
         if len(parts):
@@ -485,6 +526,25 @@ def _without(examples: Any, drawn: Any) -> Any:
             fix="Pass --calibration FILE to search on other texts",
         )
     return examples.part(rest)
+
+
+def _show_estimate(console: Console, found: Estimate, drawn: _Drawn, json: bool) -> None:
+    from rich.text import Text
+
+    from hsa.analysis.memory import format_mib
+
+    if json:
+        print(dumps(asdict(found), indent=2))
+        return
+    stages = {"search": found.search, "report": found.report, "times at each length": found.times}
+    memory = f"{format_mib(found.weights)} of weights"
+    if found.memory is not None:
+        memory += f", and about {format_mib(found.memory)} beside them"
+    nouns = "pieces" if drawn.note else "texts"
+    lines = [f"estimate, from one batch of {found.texts:,} of {len(drawn.report):,} {nouns}:"]
+    lines += [f"  {stage:<22}about {format_time(seconds)}" for stage, seconds in stages.items() if seconds]
+    for line in [*lines, f"  {'memory':<22}{memory}", "nothing was converted"]:
+        console.print(Text(line), soft_wrap=True)
 
 
 def _show(console: Console, report: Report, folder: Path, pictures: list[Path]) -> None:
