@@ -37,13 +37,15 @@ def test_stages(clock, console):
             count(100)
         watch("one step", 1, 1)
         watch("one step", 1, 1)
+        watch("nothing to do", 0, 0)
     assert lines(console) == [
         "the original [model] …",
-        "the original [model]: 300 of 1,200, 90 s left".replace("90 s", "2 min"),
+        "the original [model]: 300 of 1,200, 2 min left",
         "the original [model]: 600 of 1,200, 60 s left",
         "the original [model]: 900 of 1,200, 30 s left",
         "the original [model]: 1,200 of 1,200 in 2 min",
         "one step: 1 of 1 in 0 s",
+        "nothing to do: 0 of 0 in 0 s",
     ]
 
 

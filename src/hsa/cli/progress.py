@@ -124,12 +124,12 @@ class Bars:
             def watch(stage: str, done: int, total: int) -> None:
                 if stage not in tasks:
                     tasks[stage] = progress.add_task(stage, total=total)
-                    paces[stage] = Pace(done / total)
+                    paces[stage] = Pace(done / max(1, total))
                     if not screen and done < total:
                         self.say(stage)
                 progress.update(tasks[stage], completed=done, total=total)
                 pace = paces[stage]
-                pace.share = done / total
+                pace.share = done / max(1, total)
                 if done == total and stage not in ended:
                     ended.add(stage)
                     log.line(f"{stage}: {done:,} of {total:,} in {format_time(pace.elapsed())}")

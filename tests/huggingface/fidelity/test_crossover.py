@@ -43,7 +43,7 @@ def test_the_first_length_that_is_faster(times, model):
 
 
 def test_lengths_stop_at_the_time_limit(times, monkeypatch):
-    monkeypatch.setattr(crossover, "SECONDS", 0.06)  # 4,096 tokens would be expected to take 0.08
+    monkeypatch.setattr(crossover, "SECONDS", 0.06)  # 4,096 tokens would take 0.08
     found = measure_crossover(classifier(), CLUSTERED)
     assert (found.length, max(times), found.extrapolated) == (None, 2048, 16384)
     assert "up to 2,048 tokens, by extrapolation from about 16,384 on (" in str(found)
