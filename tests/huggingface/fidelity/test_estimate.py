@@ -26,7 +26,7 @@ def test_stages_follow_from_the_times_of_a_batch(monkeypatch, task):
     passes = 0.001 + 2 * len(candidates) * 0.002 + (POINTS + 10) * 0.003
     assert found.search == pytest.approx(passes * search.tokens.lengths.sum())
     assert found.times == pytest.approx(8 * 0.004 * (10 + 60))  # two warm-up passes, five repeats, one for memory
-    assert found.texts == len(batch)
+    assert found.texts == len(batch.examples)
     assert found.weights == pytest.approx(sum(p.nbytes for p in model.parameters()) / 2**20)
     long = estimate(model, {0: CHEAP}, batch, report, None, [10_000])
     assert long.search == 0
