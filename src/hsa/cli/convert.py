@@ -562,7 +562,11 @@ def _show(console: Console, report: Report, folder: Path, pictures: list[Path]) 
     table(HEADERS["scores"], report.score_rows())
     table(HEADERS["layers"], report.layer_rows(), f"million operations per {report.unit}")
     if report.calibration is not None:
-        table(frontier_header(report.calibration.frontier), report.frontier_rows(), "on the texts of the search")
+        table(
+            frontier_header(report.calibration.frontier, report.budget),
+            report.frontier_rows(),
+            "on the texts of the search",
+        )
     table(HEADERS["times"], report.time_rows(), "one sequence, forward")
     console.print()
     for remark in report.remarks():

@@ -197,6 +197,9 @@ def test_pictures_of_a_search_show_the_metric_of_its_budget(tmp_path, task, budg
     write_report(tmp_path, replace(report, calibration=result, budget=budget))
     _, _, shown, _, lines = drawn[0]
     assert shown == metric
+    table = replace(report, calibration=result, budget=budget)
+    assert metric in frontier_header(result.frontier, budget)
+    assert {len(row) for row in table.frontier_rows()} == {len(frontier_header(result.frontier, budget))}
     assert lines["original"] == (original or result.original[metric])
     inside = [point for point in result.frontier if Budget.parse(budget).holds(point, result.original)]
     for point in result.frontier:

@@ -149,7 +149,7 @@ class Report:
     def frontier_rows(self) -> list[list[str]]:
         if self.calibration is None:
             return []
-        names = list_frontier_metrics(self.calibration.frontier)
+        names = list_frontier_metrics(self.calibration.frontier, self.budget)
         return [
             [
                 f"{point['ops']:.2f}",
@@ -206,12 +206,15 @@ HEADERS = {
 }
 
 
-def list_frontier_metrics(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [name for name in ("accuracy", "kept", "cosine", "spearman", "perplexity", "distance") if name in points[0]]
+def list_frontier_metrics(points: Sequence[Mapping[str, Any]], budget: str | None = None) -> list[str]:
+    """List the metrics in the table of a search: the usual ones, and that of the budget."""
+    own = () if budget is None else (Budget.parse(budget).metric,)
+    names = dict.fromkeys(("accuracy", *own, "kept", "cosine", "spearman", "perplexity", "distance"))
+    return [name for name in names if name in points[0] and name != "ops"]
 
 
-def frontier_header(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    return ["× fewer", "layers", *list_frontier_metrics(points), ""]
+def frontier_header(points: Sequence[Mapping[str, Any]], budget: str | None = None) -> list[str]:
+    return ["× fewer", "layers", *list_frontier_metrics(points, budget), ""]
 
 
 def describe(settings: LayerSettings) -> str:
@@ -309,7 +312,10 @@ def _markdown(report: Report) -> list[str]:
         if rows:
             lines += [*markdown_table(HEADERS[name], rows), ""]
     if report.calibration is not None:
-        lines += [*markdown_table(frontier_header(report.calibration.frontier), report.frontier_rows()), ""]
+        lines += [
+            *markdown_table(frontier_header(report.calibration.frontier, report.budget), report.frontier_rows()),
+            "",
+        ]
         searched = f"the {report.calibration.examples:,} {report.unit}s of the search"
         lines += [
             f"The last table and frontier.png: {searched}. The other tables: the {report.unit}s of the report.",
