@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 import torch.nn.functional as F
 
 from hsa.huggingface import layer_plan
@@ -77,6 +78,20 @@ def test_times_are_cached(times, tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_written(times, monkeypatch):
     monkeypatch.setenv("HSA_CACHE", "/proc/none")
     assert measure_crossover(classifier(), CLUSTERED).length == 16384
+
+
+@pytest.mark.parametrize("fits", [2048, 0])
+def test_lengths_that_do_not_fit_into_memory(times, monkeypatch, fits):
+    seconds = crossover._seconds
+
+    def limited(run, device):
+        if run.func is not F.scaled_dot_product_attention and run.args[1].query.shape[2] > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return seconds(run, device)
+
+    monkeypatch.setattr(crossover, "_seconds", limited)
+    found = measure_crossover(classifier(), CLUSTERED)
+    assert found is None if not fits else found.rows[-1][0] == fits
 
 
 def test_trees_of_the_text_are_not_measured(times):

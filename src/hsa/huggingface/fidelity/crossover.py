@@ -65,7 +65,9 @@ class Crossover:
 
 
 def measure_crossover(model: Any, settings: LayerSettings) -> Crossover | None:
-    """Return the times of a layer of a model, converted with these settings; None if its trees depend on the text.
+    """Return the times of a layer of a model, converted with these settings.
+
+    None if its trees depend on the text, or there is no memory for any length.
 
     Takes some seconds, once for each device, version of torch and of hsa, head sizes and settings.
     """
@@ -83,9 +85,11 @@ def measure_crossover(model: Any, settings: LayerSettings) -> Crossover | None:
     if key not in known:
         shapes = [(1, count, dim) for count in (heads, kv_heads, kv_heads)]
         known[key] = _measure(module, settings, shapes, device, dtype, causal)
-        with suppress(InvalidInput):  # a cache that cannot be written costs the next call some seconds
-            write_json(path, known)
-    return Crossover(heads, dim, [(length, exact, converted) for length, exact, converted in known[key]])
+        if known[key]:
+            with suppress(InvalidInput):  # a cache that cannot be written costs the next call some seconds
+                write_json(path, known)
+    rows = [(length, exact, converted) for length, exact, converted in known[key]]
+    return Crossover(heads, dim, rows) if rows else None
 
 
 def _cached(path: Path) -> dict[str, Any]:
@@ -121,9 +125,12 @@ def _measure(
         sequences = Sequences(torch.ones(1, length, dtype=torch.bool, device=device), causal=causal, full=True)
         call = Call(module, q, k, v)
         exact = partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal, enable_gqa=True)
-        before = after = _seconds(exact, device)
-        if plan.path(call, sequences) != "exact":
-            after = _seconds(partial(attend, plan, call, sequences), device)
+        try:
+            before = after = _seconds(exact, device)
+            if plan.path(call, sequences) != "exact":
+                after = _seconds(partial(attend, plan, call, sequences), device)
+        except torch.OutOfMemoryError:  # beside the model; shorter lengths still count
+            break
         rows.append((length, before, after))
         if after < before or 4 * before + 3 * after > SECONDS:  # the expected time of twice the length
             break
