@@ -9,9 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from hsa.analysis import fonts
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are first imported; they then run on the CPU, by name only
 
+fonts._warned = True  # tests draw characters that few machines have
 torch.set_num_threads(1)  # tests are small and run in parallel: threads would compete for the cores
 
 EXAMPLES = 40

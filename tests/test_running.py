@@ -15,7 +15,7 @@ import torch
 
 from hsa import running as module
 from hsa.errors import HsaWarning, InvalidInput
-from hsa.running import LOCK, Interrupted, claimed, defer_signals, running
+from hsa.running import LOCK, Interrupted, claimed, defer_signals, running, sigterm_as_interrupt
 
 
 def hold(folder, ready):
@@ -201,3 +201,21 @@ def test_handlers_of_the_user_stay():
 def test_a_signal_after_the_last_step_is_not_lost():
     with pytest.raises(Interrupted, match="continue with --resume"), running(None, None):
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_as_interrupt():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), sigterm_as_interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_sigterm_handler_of_the_user_stays():
+    arrived = []
+    before = signal.signal(signal.SIGTERM, lambda *_: arrived.append(1))
+    try:
+        with sigterm_as_interrupt():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert arrived == [1]

@@ -97,6 +97,12 @@ def write_sealed(folder: Path, write: Callable[[Path], object]) -> None:
     write_together(folder, write_all, last=SUMS)
 
 
+def cache_folder() -> Path:
+    """Return the folder of cached data: $HSA_CACHE, or hsa in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HSA_CACHE") or Path(base) / "hsa")
+
+
 def _finish(path: Path) -> None:
     """Flush a file to disk and give it the permissions of a new file: safetensors allows its owner alone to read it."""
     with path.open("r+b") as file:

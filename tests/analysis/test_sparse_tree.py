@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsa.analysis import page, sparse_tree
-from hsa.analysis.plots import layer_weights
+from hsa.analysis.attention_matrix import layer_weights
 from hsa.analysis.sparse_tree import AttentionTree, attention_tree, plot_sparse_tree
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig

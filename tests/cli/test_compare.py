@@ -352,10 +352,10 @@ class Clock:
 def bar(monkeypatch):
     from rich.console import Console
 
-    from hsa.cli import comparison_bar
+    from hsa.cli import progress
 
     clock = Clock()
-    monkeypatch.setattr(comparison_bar, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     plan = Plan(("hierarchical", "flat"), (1e-3, 1e-2), (0, 1))
     return ComparisonBar(plan, "accuracy", Console(file=io.StringIO())), clock
 
@@ -404,4 +404,4 @@ def test_a_resumed_run_is_counted_as_a_whole_one(bar):
     watcher.step(6, 10, 0.7, 1e-3)  # five steps were done before
     clock.now += 40
     watcher.step(10, 10, 0.6, 1e-3)
-    assert watcher.whole_run() == 100
+    assert watcher.pace.whole() == 100

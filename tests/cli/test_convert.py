@@ -14,7 +14,7 @@ import torch
 from hsa.analysis import memory
 from hsa.cli.convert import SettingOptions
 from hsa.huggingface import convert, settings_of
-from hsa.huggingface.fidelity import judge
+from hsa.huggingface.fidelity import crossover, judge
 from hsa.huggingface.fidelity.calibrate import calibrate
 from hsa.huggingface.fidelity.examples import load_examples
 from hsa.huggingface.fidelity.judge import Judge
@@ -30,6 +30,8 @@ QUICK = ("--cpu", "--lengths", "11")
 @pytest.fixture(autouse=True)
 def _alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(crossover, "LENGTHS", (16,))
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
@@ -95,7 +97,11 @@ def test_only_json_on_stdout(call, models, data):
     assert code == 0
     assert out == Path("out/report.json").read_text()
     assert json.loads(out)["task"] == "classification"
-    assert all(line.endswith(" …") for line in err.splitlines())  # what is being done
+    lines = err.splitlines()
+    assert "converted model: 6 of 6 in 0 s" in lines
+    said = "converted attention is not faster than exact attention up to 16 tokens "
+    assert said + "(measured here on random inputs, 4 heads × 8); texts are cut at 61 tokens" in lines
+    assert all(re.search(r" …$|: \d+ of \d+ in \d+ s$|tokens$", line) for line in lines)  # what is being done
 
 
 def test_a_budget(call, models, data):
@@ -112,6 +118,80 @@ def test_a_budget(call, models, data):
     assert Path("out/sensitivity.png").exists()
     saved = settings_of(load_for_task("out/model", "classification")[0])
     assert {str(n): s.to_json() for n, s in saved.items()} == report["settings"]
+
+
+def test_an_interrupted_comparison_goes_on(call, models, data, monkeypatch):
+    """The second call measures only what the first did not, and leaves nothing behind for a third."""
+    from hsa.huggingface.fidelity import parts
+
+    asked, ask, time = [], judge.Judge.ask, parts.time_model
+
+    def interrupt(*call, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        judge.Judge, "ask", lambda self, *more, **named: (asked.append(1), ask(self, *more, **named))[1]
+    )
+    monkeypatch.setattr(parts, "time_model", interrupt)
+    arguments = ("convert", models / "classification", data, "--out", "out", *WINDOWS, *QUICK)
+    message = "stopped; the same command goes on from what is in out\n"
+    assert call(*arguments)[::2] == (2, message)
+    assert len(asked) == 2
+    assert not Path("out/model").exists()
+    monkeypatch.setattr(parts, "time_model", time)
+    code, out, err = call(*arguments)
+    assert (code, err) == (0, "")
+    assert "continuing from the finished parts in out" in out
+    assert len(asked) == 2
+    report = json.loads(Path("out/report.json").read_text())
+    assert settings_of(load_for_task("out/model", "classification")[0]) == {0: CHEAP, 1: CHEAP}
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "model", "operations.png", "report.json", "report.md", "timing.png"
+    ]  # fmt: skip
+    code, out, _ = call(*arguments)
+    assert "continuing" not in out
+    assert len(asked) == 4
+    again = json.loads(Path("out/report.json").read_text())
+    assert {**again, "timed": []} == {**report, "timed": []}
+
+
+@pytest.mark.parametrize("task", ["classification", "lm"])
+def test_a_dry_run_estimates_and_writes_nothing(call, models, data, task):
+    arguments = ("convert", models / task, data, "--task", task, "--dry-run", *QUICK)
+    code, out, err = call(*arguments, *WINDOWS)
+    assert (code, err) == (0, "")
+    assert re.search(r"estimate, from one batch of \d+ of \d+ (text|piece)s:\n  report +about \d+ s\n", out)
+    assert re.search(r"\n  memory +0.0 GiB of weights, and about [\d.]+ GiB beside them\nnothing was converted\n$", out)
+    assert not Path("runs").exists()
+    budget = () if task == "lm" else ("--budget", "ops 2x")
+    code, out, _ = call(*arguments, *budget, "--json")
+    assert code == 0
+    assert (json.loads(out)["search"] > 0) == (task != "lm")
+    assert not Path("runs").exists()
+
+
+def test_interrupted_before_anything_was_measured(call, models, data, monkeypatch):
+    def interrupt(*call, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(judge.Judge, "ask", interrupt)
+    arguments = ("convert", models / "classification", data, "--out", "out", *WINDOWS, *QUICK)
+    assert call(*arguments)[::2] == (2, "stopped before anything was measured\n")
+    assert not Path("out").exists()
+
+
+@pytest.mark.filterwarnings("default::hsa.errors.HsaWarning")
+def test_too_few_texts_for_a_budget(call, models, data, monkeypatch):
+    monkeypatch.setitem(calibrate.__kwdefaults__, "candidates", (CHEAP,))
+    arguments = ("--budget", "accuracy -0.5", "--calibrate-on", "3", "--out", "out", *QUICK)
+    code, out, err = call("convert", models / "classification", data, *arguments)
+    warning = (
+        "3 texts are too few for this budget: a change of 0.5 points has a standard error of at least 4.1 points. "
+        "About 800 texts would do: --calibrate-on 800"
+    )
+    assert (code, err) == (0, f"{warning}\n")  # before the search
+    assert warning in " ".join(out.split())
+    assert f"- {warning}." in Path("out/report.md").read_text()
 
 
 def test_a_budget_that_no_setting_meets_on_a_calibration_file(call, models, data, tmp_path, monkeypatch):

@@ -1,24 +1,16 @@
-"""Plots of a training run: learning curves, confusion matrix, and the attention within one example."""
+"""Plots of a training run: learning curves and confusion matrix. Colours, titles and files of all plots."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
-from hsa.attention.dense import dense_weights
-from hsa.errors import InvalidInput, MissingExtra
+from hsa.analysis.fonts import add_fallbacks, noting_missing_characters
+from hsa.errors import MissingExtra
 from hsa.files import write_then_rename
-from hsa.models.classifier import Classifier
-from hsa.models.registry import Explanation
-from hsa.registry import KINDS
-from hsa.signals.batch import Batch
-from hsa.tree.hierarchy import Hierarchy
 
 COLORS = ("#1f6f8b", "#d1495b", "#7f7f7f", "#edae49", "#6a4c93", "#66a182", "#8c564b", "#2b2d42", "#e377c2")
 _NAMES_INSIDE = 4
@@ -78,99 +70,6 @@ def plot_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence
     save_figure(figure, path)
 
 
-def plot_attention(path: Path, model: Classifier, example: Batch, labels: Sequence[str] | None, title: str) -> None:
-    """Plot the attention matrix of one example (first layer, mean over heads), with lines between families.
-
-    Args:
-        path: File to write.
-        model: Model.
-        example: Batch of one tree.
-        labels: Texts of its leaves.
-        title: Title of the plot.
-    """
-    weights, families = attention_matrix(model, example)
-    weights = weights.clip(0)  # talking heads can have negative weights
-    leaves = len(weights)
-    size = min(11.0, 3.0 + 0.13 * leaves)
-    figure, axes = pyplot().subplots(figsize=(size + 1, size), layout="constrained")
-    # Attention weights span orders of magnitude: the square root makes small ones visible.
-    image = axes.imshow(np.sqrt(weights), cmap="magma_r", vmin=0)
-    for leaf, depth in families:
-        width = max(0.3, 1.4 - 0.35 * depth)
-        axes.axhline(leaf - 0.5, color="#1f6f8b", lw=width, alpha=0.7)
-        axes.axvline(leaf - 0.5, color="#1f6f8b", lw=width, alpha=0.7)
-    if labels is not None and leaves <= 90:
-        font = max(4.0, min(8.0, 480 / leaves))
-        shown = [one_line(label, 12) or "·" for label in labels]
-        look: dict[str, Any] = {"fontsize": font, "fontfamily": "monospace", "parse_math": False}
-        axes.set_xticks(range(leaves), shown, rotation=90, **look)
-        axes.set_yticks(range(leaves), shown, **look)
-    axes.set(xlabel="key", ylabel="query")
-    axes.set_title(one_line(title, 60), parse_math=False)
-    bar = figure.colorbar(image, ax=axes, shrink=0.6, label="attention weight: first layer, mean over heads")
-    top = float(np.sqrt(weights.max())) or 1.0
-    ticks = np.linspace(0, top, 5)
-    bar.set_ticks(ticks.tolist(), labels=[f"{tick**2:.2g}" for tick in ticks])
-    save_figure(figure, path)
-
-
-def has_matrix(model: Classifier) -> bool:
-    """Return whether the attention of a model can be drawn as a matrix over pairs of leaves."""
-    encoder: Any = model.config.encoder
-    return encoder.architecture == "tree" and KINDS.get(encoder.kind).has_matrix
-
-
-def attention_matrix(model: Classifier, example: Batch) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Return the weights of the first layer, mean over heads, `[leaves, leaves]`, and (first leaf, depth) of the families.
-
-    Families are those below the root, one per first leaf.
-
-    Raises:
-        InvalidInput: The model has no such matrix, see `has_matrix`.
-    """
-    weights, hierarchy = layer_weights(model, example, layer=0)
-    s = hierarchy.structure
-    inner = np.flatnonzero((s.num_children > 0) & (s.parent >= 0) & (s.first_leaf > 0))
-    deepest_first = sorted(zip(s.first_leaf[inner].tolist(), s.depth[inner].tolist(), strict=True), key=lambda e: -e[1])
-    return weights.mean(0), list({leaf: (leaf, depth) for leaf, depth in deepest_first}.values())
-
-
-@torch.no_grad()
-def layer_weights(model: Classifier, example: Batch, layer: int) -> tuple[np.ndarray, Hierarchy]:
-    """Return the weights of a layer, `[heads, leaves, leaves]`, and the forest that it attends in.
-
-    Raises:
-        InvalidInput: The model has no such weights, see `has_matrix`, or no such layer.
-    """
-    if not has_matrix(model):
-        encoder = model.config.encoder
-        kind = getattr(encoder, "kind", encoder.architecture)
-        raise InvalidInput(
-            "model", got=f"the kind {kind!r}", expected="a model with attention weights for every pair of leaves"
-        )
-    layers = model.encoder.layers
-    if not 0 <= layer < len(layers):
-        raise InvalidInput("layer", got=layer, expected=f"an index from 0 to {len(layers) - 1}")
-    caught: list[Any] = []
-    attention = layers[layer].attention
-    if not isinstance(attention, nn.Module):
-        raise TypeError("a layer without attention")
-    hook = attention.register_forward_pre_hook(lambda module, inputs: caught.append(inputs))
-    was_training = model.training
-    try:
-        model.eval()(example)
-    finally:
-        hook.remove()
-        model.train(was_training)
-    *queries_and_keys, v, hierarchy, positions, mixing = caught[0]
-
-    def operator(q: Tensor, k: Tensor, v: Tensor, hierarchy: Any) -> Tensor:
-        return attention(*queries_and_keys, v, hierarchy, positions, mixing)
-
-    weights = dense_weights(operator, v, v, hierarchy)  # v in place of q and k: only their lengths matter
-    return weights.float().cpu().numpy(), hierarchy
-
-
 def one_line(text: str, most: int) -> str:
     """Return the text on one line of at most `most` characters."""
     line = " ".join(text.split())
@@ -193,11 +92,8 @@ def save_figure(figure: Any, path: Path) -> None:
     """Save a figure in the format of the suffix, and close it."""
     kind = path.suffix.removeprefix(".")
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # scripts that the font lacks are drawn as boxes
+        add_fallbacks(figure)
+        with noting_missing_characters():
             write_then_rename(path, lambda beside: figure.savefig(beside, dpi=DPI, format=kind))
     finally:
         pyplot().close(figure)
-
-
-ATTENTION_MATRIX = Explanation("attention.png", 80, plot_attention, has_matrix)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hsa.analysis.attention_matrix import layer_weights
 from hsa.analysis.page import CELL, CELLS, LINE, LINES, MARGIN, Page, cells_of, lay_out, percent, runs
-from hsa.analysis.plots import COLORS, layer_weights, one_line, save_figure
+from hsa.analysis.plots import COLORS, one_line, save_figure
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier
 from hsa.signals.batch import Batch

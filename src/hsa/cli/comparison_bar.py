@@ -1,10 +1,11 @@
-"""Progress of `hsa compare`: one bar over all runs with the time left; in a log, a line per run."""
+"""Progress of `hsa compare`: one bar over all runs with the time left; in a log, a line per run and every half minute."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from typing import TYPE_CHECKING, Any
+
+from hsa.cli.progress import Log, Pace, format_time_left
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +29,7 @@ class ComparisonBar:
             disable=not console.is_terminal,
         )
         self.task = self.progress.add_task("", total=plan.num_runs, note="")
+        self.log = Log(console)
         self.finished = 0
         self.spent: dict[str, list[float]] = {}  # by model: seconds of each whole run of this session
 
@@ -49,26 +51,21 @@ class ComparisonBar:
     def end(self, run: Run) -> None:
         """Count a finished run; in a log, print its line."""
         self.finished += 1
-        seconds = self.watched.whole_run()
+        seconds = self.watched.pace.whole()
         if seconds is not None and run.state == "finished":  # the others ended early
             self.spent.setdefault(run.model, []).append(seconds)
-        if self.console.is_terminal:
-            return
         outcome = f"{self.score} {run.validation[0]:.3f} on validation" if run.state == "finished" else run.state
         now = seconds is not None or run.state == "out of memory"  # a resumed comparison tries such runs again
-        how = f"{self.watched.elapsed():.1f} s" if now else "finished before"
+        how = f"{self.watched.pace.elapsed():.1f} s" if now else "finished before"
         left = format_time_left(self.seconds_left())
         progress = f"run {self.finished} of {self.plan.num_runs}{left}"
-        self.console.print(
-            f"{run.model:<14}  rate {run.rate:<7g}  seed {run.seed}  {outcome}  {how}  ({progress})",
-            highlight=False,
-            soft_wrap=True,
-        )
+        self.log.line(f"{_name(run)}  {outcome}  {how}  ({progress})")
 
     def measuring(self, model: str, length: int) -> None:
         """Show that the costs at several lengths are measured, after all runs."""
         note = f"time of {model} at {length:,} leaves"
         self.progress.update(self.task, description="measuring", completed=self.plan.num_runs, note=note)
+        self.log.progress(f"measuring the {note}")
 
     @property
     def runs_per_model(self) -> int:
@@ -77,18 +74,19 @@ class ComparisonBar:
 
     def show(self, watched: RunBar, note: str) -> None:
         """Update the bar with the state of a run."""
-        run = watched.run
-        left = format_time_left(self.seconds_left(watched))
+        run, share = watched.run, watched.pace.share
+        position = f"run {self.finished + 1} of {self.plan.num_runs}{format_time_left(self.seconds_left(watched))}"
         self.progress.update(
             self.task,
             description=f"{run.model} {run.rate:g} seed {run.seed}",
-            completed=self.finished + watched.share,
-            note=f"run {self.finished + 1} of {self.plan.num_runs}{left}  {note}",
+            completed=self.finished + share,
+            note=f"{position}  {note}",
         )
+        self.log.progress(f"{_name(run)}  {note}  {100 * share:.0f}% of the run  ({position})")
 
     def seconds_left(self, watched: RunBar | None = None) -> float | None:
         """Return an estimate of the time left from the runs so far, of the same model if possible; None if unknown."""
-        now = watched.whole_run() if watched is not None else None
+        now = watched.pace.whole() if watched is not None else None
         known = {model: statistics.fmean(seconds) for model, seconds in self.spent.items()}
         if watched is not None and now is not None:
             known.setdefault(watched.run.model, now)
@@ -97,7 +95,7 @@ class ComparisonBar:
         usual = statistics.fmean(known.values())
         models = [model for model in self.plan.models for _ in range(self.runs_per_model)]
         left = [known.get(model, usual) for model in models[self.finished :]]
-        share = watched.share if watched is not None else 0.0
+        share = watched.pace.share if watched is not None else 0.0
         return sum(left) - (share * left[0] if left else 0.0)
 
 
@@ -106,16 +104,14 @@ class RunBar:
 
     def __init__(self, bar: ComparisonBar, run: Run):
         self.bar, self.run = bar, run
-        self.began = time.monotonic()
-        self.start: float | None = None  # share that was done before; above 0 in a resumed run
-        self.share = 0.0
+        self.pace = Pace()
         self.loss = self.validation = ""
 
     def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None:
         """Show the progress after a step."""
-        if self.start is None:
-            self.start = (done - 1) / total
-        self.share = done / total
+        if self.pace.start is None:
+            self.pace.start = (done - 1) / total  # above 0 in a resumed run
+        self.pace.share = done / total
         if loss is not None:
             self.loss = f"loss {loss:.3f}"
         self._show()
@@ -131,25 +127,7 @@ class RunBar:
     def _show(self) -> None:
         self.bar.show(self, self.validation or self.loss)
 
-    def elapsed(self) -> float:
-        """Return the seconds since the run began."""
-        return time.monotonic() - self.began
 
-    def whole_run(self) -> float | None:
-        """Return an estimate of the seconds of the whole run; None if nothing was trained."""
-        if self.start is None or self.share <= self.start:
-            return None
-        return self.elapsed() / (self.share - self.start)
-
-
-def format_time_left(seconds: float | None) -> str:
-    """Return the time left for a progress line; an empty string if it is unknown.
-
-    >>> format_time_left(40.0), format_time_left(300.0), format_time_left(7900.0), format_time_left(None)
-    (', 40 s left', ', 5 min left', ', 2.2 h left', '')
-    """
-    if seconds is None:
-        return ""
-    if seconds < 90:
-        return f", {max(0.0, seconds):.0f} s left"
-    return f", {seconds / 60:.0f} min left" if seconds < 5400 else f", {seconds / 3600:.1f} h left"
+def _name(run: Run) -> str:
+    """Return the start of the lines of a run."""
+    return f"{run.model:<14}  rate {run.rate:<7g}  seed {run.seed}"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
 from hsa.cli.help import HelpPage
-from hsa.cli.progress import Bars, print_paths
+from hsa.cli.progress import Bars, format_time, print_paths
 from hsa.cli.runs import NAMED
 from hsa.errors import HsaWarning, InvalidInput
 from hsa.huggingface.settings import Kind, LayerSettings, Tree
@@ -19,7 +22,9 @@ from hsa.table_format import TableFormat
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hsa.huggingface.fidelity.estimate import Estimate
     from hsa.huggingface.fidelity.examples import Examples
+    from hsa.huggingface.fidelity.judge import Judge
     from hsa.huggingface.fidelity.pieces import Pieces
     from hsa.huggingface.fidelity.report import Report
 
@@ -91,6 +96,7 @@ class SettingOptions:
         return {**values, "sinks": int(self.sinks) if self.sinks.isdecimal() else self.sinks}
 
 
+T = TypeVar("T")
 _SETTINGS = "Converted layers"
 
 HELP = HelpPage(
@@ -102,7 +108,7 @@ HELP = HelpPage(
     common=(
         *("task", "text", "label", "limit", "max_tokens"),
         *("kind", "threshold", "top_k", "only_layers", "budget"),
-        *("out", "json", "cpu"),
+        *("out", "dry_run", "json", "cpu"),
     ),
     topics={
         "Run": (),
@@ -127,6 +133,7 @@ def convert(
     out: Path | None = None,
     lengths: tuple[int, ...] = (),
     cpu: bool = False,
+    dry_run: bool = False,
     json: bool = False,
     read: Annotated[TextOptions, Parameter(name="*", group="Data")] = TextOptions(),  # noqa: B008
     settings: Annotated[SettingOptions, Parameter(name="*", group=_SETTINGS)] = SettingOptions(),  # noqa: B008
@@ -158,46 +165,59 @@ def convert(
         out: Folder for the results; runs/convert-NAME by default. A search reuses the measurements in this folder.
         lengths: Lengths in tokens to measure time and memory at; several up to the longest input by default.
         cpu: Do not use a GPU.
+        dry_run: Only estimate time and memory, from one batch of the texts; write nothing.
         json: Print the report as JSON, for scripts.
     """
     from rich.console import Console
 
+    from hsa.huggingface.fidelity.calibrate import CALIBRATION_FILE
+    from hsa.huggingface.fidelity.parts import PARTS_FILE
     from hsa.huggingface.fidelity.report import write_report
     from hsa.huggingface.loading import save_model
     from hsa.huggingface.text_input import TextInput
-    from hsa.running import claimed
+    from hsa.running import Interrupted, claimed, sigterm_as_interrupt
 
     console = Console(stderr=json)
     folder = out or Path("runs") / f"convert-{Path(model).name}"
     bars = Bars(console)
-    with claimed(folder):
-        report, converted, tokenizer = _convert(
-            model,
-            data,
-            task,
-            budget,
-            calibration,
-            calibrate_on,
-            every_layer,
-            folder,
-            lengths,
-            cpu,
-            read,
-            settings,
-            bars,
-        )
-        if task == "classification":
-            own = {name: getattr(read, name) for name in ("text", "label", "join", "max_tokens")}
-            TextInput.of(converted).changed(**own).save_in(converted)
-        save_model(folder / "model", converted, tokenizer)
-        pictures = write_report(folder, report)
+    with claimed(folder), sigterm_as_interrupt():
+        try:
+            run, drawn = _prepare(
+                model,
+                data,
+                task,
+                budget,
+                calibration,
+                calibrate_on,
+                every_layer,
+                folder,
+                lengths,
+                cpu,
+                read,
+                settings,
+                bars,
+            )
+            if dry_run:
+                _show_estimate(console, run.in_memory(run.estimate, drawn), drawn, json)
+                return
+            report = run.in_memory(run.measure, drawn)
+            if task == "classification":
+                own = {name: getattr(read, name) for name in ("text", "label", "join", "max_tokens")}
+                TextInput.of(run.model).changed(**own).save_in(run.model)
+            save_model(folder / "model", run.model, run.tokenizer)
+            pictures = write_report(folder, report)
+        except KeyboardInterrupt:
+            kept = any((folder / name).exists() for name in (CALIBRATION_FILE, PARTS_FILE))
+            advice = f"; the same command goes on from what is in {folder}" if kept else " before anything was measured"
+            raise Interrupted(f"stopped{advice}") from None
+        (folder / PARTS_FILE).unlink(missing_ok=True)
     if json:
         print((folder / "report.json").read_text(encoding="utf-8"), end="")
         return
     _show(console, report, folder, pictures)
 
 
-def _convert(
+def _prepare(
     name: str,
     data: Path,
     task: str,
@@ -211,12 +231,11 @@ def _convert(
     read: TextOptions,
     options: SettingOptions,
     bars: Bars,
-) -> tuple[Report, Any, Any]:
+) -> tuple[_Run, _Drawn]:
     import torch
 
     from hsa.huggingface.fidelity.calibrate import METRICS, Budget
     from hsa.huggingface.loading import load_for_task, most_tokens
-    from hsa.training.failures import OutOfMemory, catch_oom
 
     check_counts(limit=read.limit, max_tokens=read.max_tokens, calibrate_on=calibrate_on)
     if budget is not None:  # before anything is loaded
@@ -246,6 +265,7 @@ def _convert(
         bars.say(drawn.note)
     short = Path(name).name if Path(name).is_dir() else name
     settings = _settings(model, tokenizer, options) if budget is None else None
+    _say_crossover(model, settings, options, longest, bars)
     run = _Run(
         short,
         task,
@@ -260,14 +280,24 @@ def _convert(
         folder,
         bars,
     )
-    batch = {"cpu": 2**13, "cuda": 2**15 if task == "lm" else 2**17}[device]
-    for batch_tokens in (batch, longest) if batch >= 2 * longest else (longest,):
-        try:
-            return catch_oom(run.measure)(drawn, batch_tokens), model, tokenizer
-        except OutOfMemory:
-            if batch_tokens > longest:
-                bars.say("out of memory; one text at a time")
-    raise run.explain_oom(device)
+    return run, drawn
+
+
+def _say_crossover(
+    model: Any, settings: dict[int, LayerSettings] | None, options: SettingOptions, longest: int, bars: Bars
+) -> None:
+    """Print from which length on converted attention is faster on this machine."""
+    from rich.text import Text
+
+    from hsa.huggingface.fidelity.crossover import measure_crossover
+
+    bars.say("measuring from which length on converted attention is faster")
+    typical = (
+        LayerSettings(exact_until=options.exact_until) if settings is None else next(iter(settings.values()), None)
+    )
+    crossover = None if typical is None else measure_crossover(model, typical)
+    if crossover is not None:
+        bars.console.print(Text(f"{crossover}; texts are cut at {longest:,} tokens"), soft_wrap=True)
 
 
 def _load_texts(data: Path, calibration: Path | None, read: TextOptions) -> tuple[Examples, Examples | None]:
@@ -364,24 +394,66 @@ class _Run:
     folder: Path
     bars: Bars
 
+    def in_memory(self, work: Callable[[_Drawn, int], T], drawn: _Drawn) -> T:
+        """Return the result of `work`, which is called with the texts and a number of tokens per batch that fits."""
+        from hsa.training.failures import OutOfMemory, catch_oom
+
+        device = self.model.device.type
+        batch = {"cpu": 2**13, "cuda": 2**15 if self.task == "lm" else 2**17}[device]
+        for batch_tokens in (batch, self.longest) if batch >= 2 * self.longest else (self.longest,):
+            try:
+                return catch_oom(work)(drawn, batch_tokens)
+            except OutOfMemory:
+                if batch_tokens > self.longest:
+                    self.bars.say("out of memory; one text at a time")
+        raise self.explain_oom(device)
+
+    def _judge(self, texts: Any, batch_tokens: int) -> Judge:
+        from hsa.huggingface.fidelity.judge import Judge
+
+        return Judge(texts, self.task, self.model, self.tokenizer, longest=self.longest, batch_tokens=batch_tokens)
+
+    def estimate(self, drawn: _Drawn, batch_tokens: int) -> Estimate:
+        """Estimate time and memory of `measure` from one batch."""
+        from hsa.huggingface.conversion import convert, revert, settings_of
+        from hsa.huggingface.fidelity.estimate import estimate
+        from hsa.huggingface.fidelity.timing import list_lengths
+
+        settings = self.settings
+        if settings is None:  # typical ones
+            revert(self.model)
+            settings = settings_of(convert(self.model, tokenizer=self.tokenizer, exact_until=self.exact_until))
+        report = self._judge(drawn.report, batch_tokens)
+        count = max(1, batch_tokens // int(report.tokens.lengths.mean()))
+        self.bars.say("measuring one batch")
+        return estimate(
+            self.model,
+            settings,
+            self._judge(drawn.report.sample(count), batch_tokens),
+            report,
+            None if drawn.search is None else self._judge(drawn.search, batch_tokens),
+            list(self.lengths) or list_lengths(self.longest),
+            tokenizer=self.tokenizer,
+        )
+
     def measure(self, drawn: _Drawn, batch_tokens: int) -> Report:
         """Search for settings if there is a budget, convert the model, and compare it with the original."""
         from hsa.huggingface.conversion import convert_as
-        from hsa.huggingface.fidelity.calibrate import calibrate
-        from hsa.huggingface.fidelity.judge import Judge
+        from hsa.huggingface.fidelity.calibrate import Budget, calibrate
+        from hsa.huggingface.fidelity.parts import Parts
         from hsa.huggingface.fidelity.report import Report
-        from hsa.huggingface.fidelity.timing import list_lengths, time_model
-
-        def judge_of(texts: Any) -> Judge:
-            return Judge(texts, self.task, self.model, self.tokenizer, longest=self.longest, batch_tokens=batch_tokens)
+        from hsa.huggingface.fidelity.timing import list_lengths
 
         model, tokenizer, settings, search = self.model, self.tokenizer, self.settings, None
         if settings is None:
             assert self.budget is not None
+            assert drawn.search is not None
+            if too_few := Budget.parse(self.budget).too_few(len(drawn.search)):
+                warnings.warn(too_few, HsaWarning, stacklevel=2)
             with self.bars.running() as watch:
                 search = calibrate(
                     model,
-                    judge_of(drawn.search),
+                    self._judge(drawn.search, batch_tokens),
                     self.budget,
                     every_layer=self.every_layer,
                     exact_until=self.exact_until,
@@ -390,20 +462,20 @@ class _Run:
                     watch=watch,
                 )
             settings = search.settings
-        judge = judge_of(drawn.report)
-        convert_as(model, {}, tokenizer=tokenizer)
+        judge = self._judge(drawn.report, batch_tokens)
+        lengths = list(self.lengths) or list_lengths(self.longest)
+        parts = Parts(self.folder, judge, convert_as(model, {}, tokenizer=tokenizer), settings)
+        if len(parts):
+            self.bars.say(f"continuing from the finished parts in {self.folder}")
         with self.bars.running() as watch:
-            before = judge.ask(model, self.bars.counter(watch, "original", len(judge)))
-            convert_as(model, settings, tokenizer=tokenizer)
-            after = judge.ask(model, self.bars.counter(watch, "converted", len(judge)))
-            lengths = list(self.lengths) or list_lengths(self.longest)
-            timed = time_model(
-                model,
-                settings,
-                lengths,
-                tokenizer=tokenizer,
-                watch=lambda length: watch("time at each length", lengths.index(length) + 1, len(lengths)),
+            before = parts.answers(
+                "original", lambda: judge.ask(model, self.bars.counter(watch, "original model", len(judge)))
             )
+            convert_as(model, settings, tokenizer=tokenizer)
+            after = parts.answers(
+                "converted", lambda: judge.ask(model, self.bars.counter(watch, "converted model", len(judge)))
+            )
+            timed = parts.times(model, settings, lengths, tokenizer, partial(watch, "time at each length"))
         return Report.of(self.name, judge, settings, before, after, timed=timed, calibration=search, budget=self.budget)
 
     def explain_oom(self, device: str) -> Exception:
@@ -461,6 +533,25 @@ def _without(examples: Any, drawn: Any) -> Any:
     return examples.part(rest)
 
 
+def _show_estimate(console: Console, found: Estimate, drawn: _Drawn, json: bool) -> None:
+    from rich.text import Text
+
+    from hsa.analysis.memory import format_mib
+
+    if json:
+        print(dumps(asdict(found), indent=2))
+        return
+    stages = {"search": found.search, "report": found.report, "times at each length": found.times}
+    memory = f"{format_mib(found.weights)} of weights"
+    if found.memory is not None:
+        memory += f", and about {format_mib(found.memory)} beside them"
+    nouns = "pieces" if drawn.note else "texts"
+    lines = [f"estimate, from one batch of {found.texts:,} of {len(drawn.report):,} {nouns}:"]
+    lines += [f"  {stage:<22}about {format_time(seconds)}" for stage, seconds in stages.items() if seconds]
+    for line in [*lines, f"  {'memory':<22}{memory}", "nothing was converted"]:
+        console.print(Text(line), soft_wrap=True)
+
+
 def _show(console: Console, report: Report, folder: Path, pictures: list[Path]) -> None:
     from rich.text import Text
 
@@ -476,7 +567,11 @@ def _show(console: Console, report: Report, folder: Path, pictures: list[Path]) 
     table(HEADERS["scores"], report.score_rows())
     table(HEADERS["layers"], report.layer_rows(), f"million operations per {report.unit}")
     if report.calibration is not None:
-        table(frontier_header(report.calibration.frontier), report.frontier_rows(), "on the texts of the search")
+        table(
+            frontier_header(report.calibration.frontier, report.budget),
+            report.frontier_rows(),
+            "on the texts of the search",
+        )
     table(HEADERS["times"], report.time_rows(), "one sequence, forward")
     console.print()
     for remark in report.remarks():

@@ -30,4 +30,6 @@ def configure(options: ModelOptions, extra: Extra, hierarchy: Hierarchy, changes
     return EncoderConfig(**{**sizes, **changes})
 
 
-TREE = Architecture(EncoderConfig, HierarchicalEncoder, configure, explanation="hsa.analysis.plots:ATTENTION_MATRIX")
+TREE = Architecture(
+    EncoderConfig, HierarchicalEncoder, configure, explanation="hsa.analysis.attention_matrix:ATTENTION_MATRIX"
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -12,10 +13,12 @@ import numpy as np
 from hsa.analysis.sparsity import HEADER
 from hsa.analysis.sparsity import rows as rows_of_levels
 from hsa.analysis.tables import markdown_table, terminal_table
+from hsa.errors import HsaWarning
 from hsa.files import write_text
 from hsa.models.registry import explanation_of
 from hsa.models.saved import load_model
 from hsa.registry import resolve
+from hsa.signals.domains import Table
 from hsa.training.data.prepare import PreparedData
 from hsa.training.experiment import Result
 from hsa.training.failures import NoResult, lines_of, rows_without_results
@@ -24,9 +27,10 @@ from hsa.training.significance import margin
 from hsa.training.tasks import task_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Table as TextTable
 
 _TREE_LEAVES = 240  # largest tree that is legible in a plot
+_MATRIX_LEAVES = 4096  # largest example whose attention matrix is computed
 _SPARSITY = (
     "Measured on up to 256 test examples. Level 1: families of leaves (sentences, statements); level 2: families of these. "
     "Zeros: share of the attention weights of a member (on its siblings and on its own inside) that are exactly 0. "
@@ -56,7 +60,7 @@ def columns(results: list[Result], failed: Mapping[str, NoResult]) -> tuple[list
     return header, rows + rows_without_results(failed, len(header))
 
 
-def result_table(results: list[Result], failed: Mapping[str, NoResult]) -> Table:
+def result_table(results: list[Result], failed: Mapping[str, NoResult]) -> TextTable:
     """Return the table of results for the terminal."""
     header, rows = columns(results, failed)
     return terminal_table(header, rows, _caption(header))
@@ -159,11 +163,12 @@ def _plot_trees(folder: Path, name: str, prepared: PreparedData) -> list[Path]:
     from hsa.analysis.sparse_tree import attention_tree, plot_sparse_tree
 
     model, _ = load_model(folder / name)
-    index = _longest_readable(prepared, _TREE_LEAVES)
+    index = _example_to_draw(prepared, _TREE_LEAVES)
     if index is None or prepared.input_spec.transform is not None:
         return []
     example = prepared.test.select([index])
-    labels, title = leaf_labels(example.batch, prepared), f"{name}, first layer: {example.names[0]}"
+    title = f"{name}, first layer, mean over heads: {example.names[0]}"
+    labels = leaf_labels(example.batch, prepared)
     mean = attention_tree(model, example.batch)
     top = int(mean.weights[mean.structure.leaf_nodes].argmax())
     pictures = {"tree.png": mean, "tree_of_a_leaf.png": attention_tree(model, example.batch, leaf=top)}
@@ -178,7 +183,7 @@ def _plot_example(folder: Path, first: Result, prepared: PreparedData) -> list[P
     explanation = explanation_of(model)
     if explanation is None or prepared.input_spec.transform is not None:
         return []
-    index = _longest_readable(prepared, explanation.leaves)
+    index = _example_to_draw(prepared, explanation.leaves)
     if index is None:
         return []
     example = prepared.test.select([index])
@@ -188,19 +193,48 @@ def _plot_example(folder: Path, first: Result, prepared: PreparedData) -> list[P
     return [picture]
 
 
-def _longest_readable(prepared: PreparedData, most: int) -> int | None:
-    """Return the index of the longest test example with at most `most` leaves; None if there is none."""
+def _example_to_draw(prepared: PreparedData, most: int) -> int | None:
+    """Return the index of the longest test example with at most `most` leaves, else of the shortest one.
+
+    None, with a warning, if that one has more than `_MATRIX_LEAVES` leaves.
+    """
     lengths = prepared.test.lengths
     fitting = np.flatnonzero(lengths <= most)
-    return int(fitting[lengths[fitting].argmax()]) if len(fitting) else None
+    if len(fitting):
+        return int(fitting[lengths[fitting].argmax()])
+    if lengths.min() <= _MATRIX_LEAVES:
+        return int(lengths.argmin())
+    warnings.warn(
+        f"no picture of attention: it takes the weights of all pairs of at most {_MATRIX_LEAVES:,} leaves, and the shortest "
+        f"test example has {lengths.min():,}",
+        HsaWarning,
+        stacklevel=2,
+    )
+    return None
 
 
 def leaf_labels(example: Any, prepared: PreparedData) -> list[str] | None:
-    """Return the text that each token adds to those before it, with a space where a word begins; None without text."""
-    tokenizer = prepared.input_spec.tokenizer
-    if tokenizer is None or list(example.values) != ["text"]:
-        return None
-    ids = example.values["text"].tolist()
-    # A character that spans several tokens belongs to the last one; until then it decodes to replacement characters.
-    texts = [tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
-    return [text[len(before) :] for before, text in pairwise(texts)]
+    """Return a label for each leaf of one example; None if it has neither text nor columns.
+
+    The label of a token is the text that it adds to those before it, with a space where a word begins. The first leaf of a
+    column has the name of the column before it. Other leaves have their number in their column.
+    """
+    labels = [str(number) for number in range(example.hierarchy.num_leaves)]
+    tokenizer, has_text = prepared.input_spec.tokenizer, False
+    if tokenizer is not None and "text" in example.values:
+        has_text, ids = True, example.values["text"].tolist()
+        # A character that spans several tokens belongs to the last one; until then it decodes to replacement characters.
+        texts = [tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
+        for leaf, (before, text) in zip(example.leaves["text"].tolist(), pairwise(texts), strict=True):
+            labels[leaf] = text[len(before) :]
+    root, s = next(iter(example.domains), None), example.hierarchy.structure
+    if not isinstance(root, Table):
+        return labels if has_text else None
+    tokens = set(example.leaves["text"].tolist()) if has_text else set()
+    for name, column in zip(root.keys, range(s.first_child[0], s.first_child[0] + s.num_children[0]), strict=True):
+        first, end = int(s.first_leaf[column]), int(s.end_leaf[column])
+        for leaf in range(first, end):
+            labels[leaf] = labels[leaf] if leaf in tokens else f" {leaf - first}"
+        alone = end - first == 1 and first not in tokens  # a number
+        labels[first] = f" {name}" if alone else f" {name}: {labels[first].strip()}"
+    return labels

@@ -136,6 +136,31 @@ def test_points_that_keep_to_a_budget():
         assert Budget.parse(text).reached(point, original) == wanted
 
 
+@pytest.mark.parametrize(
+    ("text", "examples", "needed"),
+    [
+        ("accuracy -0.5", 100, 800),
+        ("accuracy -0.5", 800, None),
+        ("f1 -2", 50, 200),
+        ("kept 98%", 100, 200),
+        ("kept 98%", 200, None),
+        ("kept 50%", 3, 4),
+        ("kept 0%", 1, None),
+        ("accuracy -400", 1, None),
+        ("ops 2x", 1, None),
+        ("cosine 0.99", 1, None),
+        ("perplexity 1%", 4, 24),
+    ],
+)
+def test_too_few_examples_for_a_budget(text, examples, needed):
+    warning = Budget.parse(text).too_few(examples, {"perplexity change error": 0.012})
+    assert (warning is not None) == (needed is not None)
+    if warning is not None:
+        assert warning.startswith(f"{examples} ")
+        assert warning.endswith(f" would do: --calibrate-on {needed}")
+        assert Budget.parse(text).metric == "perplexity" or Budget.parse(text).too_few(needed) is None
+
+
 @given(
     st.lists(st.tuples(st.floats(0, 1.2), st.floats(-1, 10)), max_size=12),
     st.tuples(st.floats(0.5, 1), st.floats(0, 1)),

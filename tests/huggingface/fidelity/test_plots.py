@@ -69,11 +69,33 @@ def test_timing(tmp_path, mib, count):
     check_picture(tmp_path / "a.png")
 
 
+@pytest.mark.parametrize("times", [[31.0, 39.0], [0.02, 0.5], [7.0, 70_000.0]])
+def test_axes_of_time_have_ticks(tmp_path, monkeypatch, times):
+    """Times between two powers of ten have ticks too."""
+    from hsa.huggingface.fidelity import plots as conversion_plots
+
+    labels, save = [], conversion_plots.save_figure
+
+    def note(figure, path):
+        save(figure, path)
+        for axes in figure.axes:
+            low, high = axes.get_ylim()
+            ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+            labels.append([label.get_text() for tick, label in ticks if low <= tick <= high])
+            assert {text.get_text() for text in axes.get_legend().get_texts()} == {"exact", "converted"}
+
+    monkeypatch.setattr(conversion_plots, "save_figure", note)
+    plot_timing(tmp_path / "a.png", [Timed(128 * 2**i, ms, ms, None, ms) for i, ms in enumerate(times)], "title")
+    (own,) = labels  # no panel for memory that was not measured
+    assert len(own) >= 3
+    assert all(float(label.replace(",", "")) > 0 for label in own)
+
+
 @pytest.mark.parametrize("count", [1, 7])
-@pytest.mark.parametrize("original", [None, 0.9])
-def test_frontier(tmp_path, count, original):
+@pytest.mark.parametrize("limits", [{}, {"limit": 0.85}, {"least_saved": 2.0}])
+def test_frontier(tmp_path, count, limits):
     points = [{"ops": 1.0 + i, "f1": 0.9 - 0.1 * i, "chosen": i == count - 1} for i in range(count)]
-    plot_frontier(tmp_path / "a.png", points, "f1", original, ODD)
+    plot_frontier(tmp_path / "a.png", points, "f1", ODD, original=0.9, budget=ODD, **limits)
     check_picture(tmp_path / "a.png")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from hsa.huggingface.conversion import convert_as
 from hsa.huggingface.fidelity import report as report_module
-from hsa.huggingface.fidelity.calibrate import Calibration, calibrate
+from hsa.huggingface.fidelity.calibrate import Budget, Calibration, calibrate
 from hsa.huggingface.fidelity.judge import Judge
 from hsa.huggingface.fidelity.plots import PARTS
 from hsa.huggingface.fidelity.report import HEADERS, Report, describe, frontier_header, write_report
@@ -94,6 +94,12 @@ def test_remarks_on_budgets():
         return replace(report, calibration=search, budget=budget, **changes).remarks()
 
     assert remarks("ops 1.5x", True) == remarks("kept 0%", True) == []
+    few = Calibration({}, [{"chosen": True, "perplexity change error": 0.004}], [], True, "", {}, 4)
+    perplexity = {"comparison": {"perplexity change": 0.0}}
+    assert replace(report, calibration=few, budget="perplexity +0.5%", **perplexity).remarks() == [
+        "4 pieces are too few for this budget: a change of 0.5% has a standard error of 0.4%. About 11 pieces would do: "
+        "--calibrate-on 11."
+    ]
     assert remarks("ops 50x", False) == [
         "No settings tried keep to the budget 'ops 50x'; the closest, 2.00 times fewer operations in the search, were taken."
     ]
@@ -149,21 +155,56 @@ def test_files(tmp_path):
 def test_files_of_a_search(tmp_path, task, monkeypatch):
     drawn = []
     plot = report_module.plot_frontier
-    monkeypatch.setattr(report_module, "plot_frontier", lambda *call: (drawn.append(call), plot(*call)))
+    monkeypatch.setattr(
+        report_module, "plot_frontier", lambda *call, **more: (drawn.append((*call, more)), plot(*call, **more))
+    )
     report, judge, *_ = report_of({1: CHEAP}, task)
     model = {"lm": language_model}.get(task, classifier)()
     model = model.bert if task == "embedding" else model
     result = calibrate(model, judge, "ops 1.2x", candidates=[CHEAP, NEAR])
     report = replace(report, calibration=result, budget="ops 1.2x")
     assert [p.name for p in write_report(tmp_path, report)] == ["operations.png", "frontier.png", "sensitivity.png"]
-    _, points, metric, original, _ = drawn[0]
-    assert (points, original) == (result.frontier, result.original.get(metric))  # both on the texts of the search
+    _, points, metric, title, lines = drawn[0]
+    assert points == result.frontier
+    assert lines["original"] == (
+        1.0 if metric == "cosine" else result.original[metric]
+    )  # both on the texts of the search
+    assert (lines["budget"], lines["least_saved"]) == ("ops 1.2x", 1.2)
+    assert f"{result.examples} {'piece' if task == 'lm' else 'text'}s of the search" in title
     assert result.original == (judge.scores(judge.ask(model)))
     header = frontier_header(result.frontier)
     assert {len(row) for row in report.frontier_rows()} == {len(header)}
     assert [row[-1] for row in report.frontier_rows()].count("chosen") == 1
     written = json.loads((tmp_path / "report.json").read_text())
     assert (written["frontier"], written["holds"]) == (result.frontier, result.holds)
+
+
+@pytest.mark.parametrize(
+    ("task", "budget", "metric", "original"),
+    [
+        ("classification", "kept 60%", "kept", 1.0),
+        ("classification", "f1 -5", "f1", None),
+        ("lm", "perplexity +9%", "perplexity", None),
+    ],
+)
+def test_pictures_of_a_search_show_the_metric_of_its_budget(tmp_path, task, budget, metric, original, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        report_module, "plot_frontier", lambda *call, **more: (drawn.append((*call, more)), call[0].touch())
+    )
+    report, judge, *_ = report_of({1: CHEAP}, task)
+    result = calibrate({"lm": language_model}.get(task, classifier)(), judge, budget, candidates=[CHEAP, NEAR])
+    write_report(tmp_path, replace(report, calibration=result, budget=budget))
+    _, _, shown, _, lines = drawn[0]
+    assert shown == metric
+    table = replace(report, calibration=result, budget=budget)
+    assert metric in frontier_header(result.frontier, budget)
+    assert {len(row) for row in table.frontier_rows()} == {len(frontier_header(result.frontier, budget))}
+    assert lines["original"] == (original or result.original[metric])
+    inside = [point for point in result.frontier if Budget.parse(budget).holds(point, result.original)]
+    for point in result.frontier:
+        side = point[metric] >= lines["limit"] - 1e-9 if task != "lm" else point[metric] <= lines["limit"] + 1e-9
+        assert side == (point in inside)
 
 
 def test_nothing_converted(tmp_path):

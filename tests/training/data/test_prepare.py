@@ -9,12 +9,13 @@ import torch
 
 from hsa.checksums import SUMS
 from hsa.errors import InvalidInput
+from hsa.files import cache_folder
 from hsa.models.options import ModelOptions
 from hsa.signals import Grid, Sequence, Table
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data import prepare as preparing
 from hsa.training.data.data_set import DataSet
-from hsa.training.data.prepare import cache_folder, load_input_spec, open_source, prepare, save_input_spec
+from hsa.training.data.prepare import load_input_spec, open_source, prepare, save_input_spec
 from hsa.training.data.sources import Columns, Rows, StandardLibrary
 from hsa.training.experiment import train_models
 from hsa.training.options import DataOptions, TrainingOptions

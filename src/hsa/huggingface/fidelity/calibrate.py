@@ -12,8 +12,8 @@ keys open, and subtracted.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +27,7 @@ from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.huggingface.conversion import convert_as, revert
 from hsa.huggingface.fidelity.judge import Answers, Judge
+from hsa.huggingface.fidelity.parts import fingerprint
 from hsa.huggingface.layers import attention_layers, is_causal, why_not_convert
 from hsa.huggingface.observe import probing
 from hsa.huggingface.settings import LayerSettings
@@ -62,7 +63,8 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     "lm": ("perplexity",),
 }
 """Metrics of budgets by task, besides "ops"."""
-_STATE = "calibration.json"
+CALIBRATION_FILE = "calibration.json"
+"""Name of the file of measurements in the folder of a search."""
 _VERSION = 2  # of what is measured
 _BUDGET = re.compile(r"\s*([a-z0-9]+)\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))\s*(x|%|points?)?\s*", re.IGNORECASE)
 
@@ -156,6 +158,48 @@ class Budget:
                 return f"cosine {value:.4f} at {fewer}"
         return f"{self.metric} {value:+.2f} points at {fewer}"
 
+    def limit(self, original: Mapping[str, float]) -> float:
+        """Return the value of the metric that just keeps to the budget."""
+        match self.metric:
+            case "ops" | "cosine":
+                return self.value
+            case "kept":
+                return self.value / 100
+            case "perplexity":
+                return original["perplexity"] * (1 + self.value / 100)
+        return original[self.metric] + self.value / 100
+
+    def too_few(self, examples: int, point: Mapping[str, float] | None = None) -> str | None:
+        """Return a warning if so few examples cannot resolve the budget, with the number that would do; else None.
+
+        The change that the budget allows should be at least two of its standard errors. That of a perplexity is
+        measured. That of a score is at least the one of the share p of the answers that the budget may cost,
+        √(p (1 − p) / n); answers that change in both directions add to it.
+
+        Args:
+            examples: Number of examples of the search.
+            point: Measurements of the chosen settings; None before the search.
+        """
+        if self.metric in ("ops", "cosine", "spearman") or not examples:
+            return None
+        if self.metric == "perplexity":
+            change, unit, noun, least = self.value, "%", "pieces", ""
+            error = 100 * (point or {}).get("perplexity change error", 0.0)
+        else:
+            lost = 100 - self.value if self.metric == "kept" else -self.value
+            change, noun, least = min(lost, 100.0), "texts", "at least "
+            unit = "%" if self.metric == "kept" else " points"
+            error = math.sqrt(change * (100 - change) / examples)
+        if not change or 2 * error <= change:
+            return None
+        needed = math.ceil(examples * (2 * error / change) ** 2)
+        step = 10 ** max(0, len(str(needed)) - 2)  # two digits are exact enough
+        needed = -(-needed // step) * step
+        return (
+            f"{examples:,} {noun} are too few for this budget: a change of {change:g}{unit} has a standard error of "
+            f"{least}{error:.2g}{unit}. About {needed:,} {noun} would do: --calibrate-on {needed}"
+        )
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -169,6 +213,7 @@ class Calibration:
         holds: Whether the settings keep to the budget. If not, they are the closest to it that were measured.
         reached: What the settings reach on the examples of the search, in words.
         original: Scores of the exact model on the examples of the search.
+        examples: Number of examples of the search.
     """
 
     settings: dict[int, LayerSettings]
@@ -177,6 +222,7 @@ class Calibration:
     holds: bool
     reached: str = ""
     original: Mapping[str, float] = field(default_factory=dict)
+    examples: int = 0
 
 
 def calibrate(
@@ -241,7 +287,9 @@ def _calibrate(search: _Search, budget: Budget, every_layer: bool) -> Calibratio
     settings = search.with_biases(path[chosen["step"]], budget)
     reached = budget.reached(search.measure(settings), search.original)
     shown = [{**point, "chosen": point is chosen} for point in frontier]
-    return Calibration(settings, shown, search.sensitivity_table(), bool(good), reached, search.original)
+    return Calibration(
+        settings, shown, search.sensitivity_table(), bool(good), reached, search.original, len(search.judge)
+    )
 
 
 class _Search:
@@ -271,6 +319,7 @@ class _Search:
         self.layers = [n for n, module in enumerate(modules) if why_not_convert(module) is None]
         total = len(judge)
         done = 0
+        watch("exact model", done, total)
 
         def count(more: int) -> None:
             nonlocal done
@@ -280,22 +329,13 @@ class _Search:
         self.before: Answers = judge.ask(model, count)
         self.original = judge.scores(self.before)
         self.known_metrics = [*self.original, *judge.compare(self.before, self.before)]
-        self.file = None if folder is None else folder / _STATE
+        self.file = None if folder is None else folder / CALIBRATION_FILE
         self.kept: dict[str, Any] = self._earlier()
 
-    def _fingerprint(self) -> str:
-        """Return a hash of everything that measurements depend on."""
-        labels = None if self.judge.labels is None else self.judge.labels.tolist()
-        candidates = [candidate.to_json() for candidate in self.candidates]
-        inputs = [_VERSION, self.judge.task, self.judge.warm_up, self.judge.tokens.ids, labels, candidates]
-        digest = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=16)
-        for weight in self.model.parameters():  # a sample of each suffices: training changes all
-            some = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
-            digest.update(some.float().cpu().numpy().tobytes())
-        return digest.hexdigest()
-
     def _earlier(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {"made_for": self._fingerprint(), "measured": {}}
+        candidates = [candidate.to_json() for candidate in self.candidates]
+        made_for = fingerprint(self.judge, self.model, _VERSION, candidates)
+        fresh: dict[str, Any] = {"made_for": made_for, "measured": {}}
         if self.file is None or not self.file.exists():
             return fresh
         earlier = read_json(self.file, "an earlier calibration")

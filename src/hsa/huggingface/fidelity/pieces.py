@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from sys import maxsize
 from typing import Any
@@ -33,6 +33,10 @@ class Pieces:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def sample(self, count: int) -> Pieces:
+        """Return some of the pieces: the first ones."""
+        return replace(self, ids=self.ids[:count])
 
     def __str__(self) -> str:
         pieces = f"{len(self)} piece{'s' * (len(self) > 1)} of {len(self.ids[0]):,} tokens"

@@ -42,43 +42,76 @@ def plot_operations(path: Path, layers: Sequence[Mapping[str, float]], title: st
 
 def plot_timing(path: Path, rows: Sequence[Any], title: str) -> None:
     """Plot time and memory of a forward pass by length, before and after a conversion; `rows` are `Timed`."""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    measured = all(None not in (row.before_mib, row.after_mib) for row in rows)
+    figure, panels = pyplot().subplots(
+        1, 1 + measured, figsize=(4.5 * (1 + measured), 3.6), layout="constrained", squeeze=False
+    )
     lengths = [row.length for row in rows]
-    for color, when, name in ((COLORS[2], "before", "exact"), (COLORS[0], "after", "converted")):
-        left.plot(lengths, [getattr(row, f"{when}_ms") for row in rows], color=color, marker="o", ms=4, label=name)
-        memory = [getattr(row, f"{when}_mib") for row in rows]
-        if all(value is not None for value in memory):
-            some = np.maximum(memory, 0.1)  # the axis is logarithmic, and small values may be 0
-            right.plot(lengths, some, color=color, marker="o", ms=4, label=name)
-    left.set(xlabel="tokens", ylabel="ms", title="Time of a forward pass")
-    right.set(xlabel="tokens", ylabel="MiB", title="Memory beyond the weights")
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    units = {"ms": "Time of a forward pass, ms", "mib": "Memory beyond the weights, MiB"}
+    for axes, (unit, name) in zip(panels[0], units.items(), strict=False):
+        for color, when, version in ((COLORS[2], "before", "exact"), (COLORS[0], "after", "converted")):
+            # The axis is logarithmic, and small amounts of memory may be 0.
+            values = [max(getattr(row, f"{when}_{unit}"), 0.001 if unit == "ms" else 0.1) for row in rows]
+            axes.plot(lengths, values, color=color, marker="o", ms=4, label=version)
+        axes.set(xlabel="tokens", title=name, xscale="log", yscale="log")
+        axes.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=45 if len(lengths) > 5 else 0)
         axes.minorticks_off()
+        _tick_values(axes)
+        axes.legend(frameon=False)
         _tidy(axes)
-    left.legend(frameon=False)
     figure.suptitle(title, fontsize=10, parse_math=False)
     save_figure(figure, path)
 
 
+def _tick_values(axes: Any) -> None:
+    """Label round values on a logarithmic y axis: within a decade, matplotlib would label none."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
 def plot_frontier(
-    path: Path, points: Sequence[Mapping[str, Any]], metric: str, original: float | None, title: str
+    path: Path,
+    points: Sequence[Mapping[str, Any]],
+    metric: str,
+    title: str,
+    *,
+    original: float,
+    budget: str | None = None,
+    limit: float | None = None,
+    least_saved: float | None = None,
 ) -> None:
-    """Plot a score against operations saved, with a point per step of the search and a mark on the chosen one."""
-    figure, axes = pyplot().subplots(figsize=(5.6, 3.8), layout="constrained")
-    axes.plot([p["ops"] for p in points], [p[metric] for p in points], color=COLORS[0], marker="o", ms=4)
-    for point in points:
+    """Plot a metric against operations saved, with a point per step of the search and a mark on the chosen one.
+
+    Args:
+        path: File to write.
+        points: `ops`, the metric and `chosen` of each step, measured on the texts of the search.
+        metric: Name of the metric.
+        title: Title of the plot.
+        original: Value of the metric for the exact model on the same texts.
+        budget: Budget of the search, for the legend.
+        limit, least_saved: What the budget demands, of the metric or of operations.
+    """
+    figure, axes = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
+    saved, values = [p["ops"] for p in points], [p[metric] for p in points]
+    axes.plot(saved, values, color=COLORS[0], marker="o", ms=4, label="settings tried")
+    for x, y, point in zip(saved, values, points, strict=True):
         if point.get("chosen"):
-            axes.plot(
-                point["ops"], point[metric], marker="o", ms=11, mfc="none", mec=COLORS[1], mew=2, label="chosen", ls=""
-            )
-    if original is not None:
-        axes.axhline(original, color="#333333", lw=1, ls="--", label="original")
-    axes.set(xlabel="times fewer operations", ylabel=metric)
-    axes.set_title(title, parse_math=False)
-    axes.legend(frameon=False)
+            axes.plot(x, y, marker="o", ms=11, mfc="none", mec=COLORS[1], mew=2, label="chosen", ls="")
+    axes.axhline(original, color="#333333", lw=1, ls="--", label="exact model")
+    look: dict[str, Any] = {"color": COLORS[3], "lw": 1.5, "ls": "-.", "label": f"budget: {budget}"}
+    if limit is not None:
+        axes.axhline(limit, **look)
+    if least_saved is not None:
+        axes.axvline(least_saved, **look)
+    names = {"kept": "share of the answers kept", "cosine": "cosine with the original"}
+    axes.set(xlabel="times fewer operations", ylabel=names.get(metric, metric))
+    axes.set_title(title, fontsize=10, parse_math=False)
+    legend = axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     _tidy(axes)
     save_figure(figure, path)
 

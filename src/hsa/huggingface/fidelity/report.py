@@ -149,7 +149,7 @@ class Report:
     def frontier_rows(self) -> list[list[str]]:
         if self.calibration is None:
             return []
-        names = list_frontier_metrics(self.calibration.frontier)
+        names = list_frontier_metrics(self.calibration.frontier, self.budget)
         return [
             [
                 f"{point['ops']:.2f}",
@@ -181,17 +181,21 @@ class Report:
         return remarks
 
     def _budget_remarks(self, search: Calibration, text: str) -> list[str]:
+        budget, here = Budget.parse(text), {"ops": self.ratio, **self.comparison, **self.converted}
+        chosen = next((point for point in search.frontier if point["chosen"]), None)
+        too_few = budget.too_few(search.examples, chosen)
+        remarks = [] if too_few is None else [f"{too_few}."]
         if not search.holds:
             closest = f"the closest, {search.reached} in the search, were taken"
-            return [f"No settings tried keep to the budget {text!r}; {closest}."]
+            return [f"No settings tried keep to the budget {text!r}; {closest}.", *remarks]
         if not self.settings:
-            return [f"Only exact attention keeps to the budget {text!r}: no layer was converted."]
-        budget, here = Budget.parse(text), {"ops": self.ratio, **self.comparison, **self.converted}
+            return [f"Only exact attention keeps to the budget {text!r}: no layer was converted.", *remarks]
         if budget.holds(here, self.original):
-            return []
+            return remarks
         return [
             f"The budget {text!r} was kept in the search ({search.reached}), but not on these texts "
-            f"({budget.reached(here, self.original)}). Search on more texts: --calibrate-on."
+            f"({budget.reached(here, self.original)}). Search on more texts: --calibrate-on.",
+            *remarks,
         ]
 
 
@@ -202,12 +206,15 @@ HEADERS = {
 }
 
 
-def list_frontier_metrics(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [name for name in ("accuracy", "kept", "cosine", "spearman", "perplexity", "distance") if name in points[0]]
+def list_frontier_metrics(points: Sequence[Mapping[str, Any]], budget: str | None = None) -> list[str]:
+    """List the metrics in the table of a search: the usual ones, and that of the budget."""
+    own = () if budget is None else (Budget.parse(budget).metric,)
+    names = dict.fromkeys(("accuracy", *own, "kept", "cosine", "spearman", "perplexity", "distance"))
+    return [name for name in names if name in points[0] and name != "ops"]
 
 
-def frontier_header(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    return ["× fewer", "layers", *list_frontier_metrics(points), ""]
+def frontier_header(points: Sequence[Mapping[str, Any]], budget: str | None = None) -> list[str]:
+    return ["× fewer", "layers", *list_frontier_metrics(points, budget), ""]
 
 
 def describe(settings: LayerSettings) -> str:
@@ -249,21 +256,35 @@ def write_report(folder: Path, report: Report) -> list[Path]:
         plot_timing(pictures[-1], report.timed, report.model)
     search = report.calibration
     if search is not None:
-        metric = next(name for name in list_frontier_metrics(search.frontier) if name != "distance")
-        pictures.append(folder / "frontier.png")
-        plot_frontier(pictures[-1], search.frontier, metric, search.original.get(metric), f"Budget {report.budget}")
-        candidates: list[Any] = []
-        for row in search.sensitivities:
-            candidates += [row["settings"]] if row["settings"] not in candidates else []
-        rows = [{**row, "candidate": candidates.index(row["settings"])} for row in search.sensitivities]
-        names = [describe(LayerSettings.from_json("candidate", candidate)) for candidate in candidates]
-        pictures.append(folder / "sensitivity.png")
-        layers = {row["layer"] for row in rows}
-        untried = " (white: no fewer operations than exact)" if len(rows) < len(names) * len(layers) else ""
-        plot_sensitivity(pictures[-1], rows, names, f"One layer converted at a time{untried}")
+        pictures += [folder / "frontier.png", folder / "sensitivity.png"]
+        _plot_search(pictures[-2], search, report)
+        _plot_sensitivities(pictures[-1], search)
     write_json(folder / "report.json", _as_json(report))
     write_text(folder / "report.md", "\n".join([*_markdown(report), *(f"![{p.stem}]({p.name})" for p in pictures), ""]))
     return pictures
+
+
+def _plot_search(path: Path, search: Calibration, report: Report) -> None:
+    """Plot the settings tried in the search, by the metric of the budget. All points are of the texts of the search."""
+    budget = Budget.parse(report.budget or "ops 1x")
+    metric, limits = budget.metric, {"limit": budget.limit(search.original)}
+    if metric == "ops":
+        metric = next(name for name in list_frontier_metrics(search.frontier) if name != "distance")
+        limits = {"least_saved": budget.value}
+    original = {"kept": 1.0, "cosine": 1.0, **search.original}[metric]
+    title = f"{report.model}: settings tried on the {search.examples:,} {report.unit}s of the search"
+    plot_frontier(path, search.frontier, metric, title, original=original, budget=report.budget, **limits)
+
+
+def _plot_sensitivities(path: Path, search: Calibration) -> None:
+    candidates: list[Any] = []
+    for row in search.sensitivities:
+        candidates += [row["settings"]] if row["settings"] not in candidates else []
+    rows = [{**row, "candidate": candidates.index(row["settings"])} for row in search.sensitivities]
+    names = [describe(LayerSettings.from_json("candidate", candidate)) for candidate in candidates]
+    layers = {row["layer"] for row in rows}
+    untried = " (white: no fewer operations than exact)" if len(rows) < len(names) * len(layers) else ""
+    plot_sensitivity(path, rows, names, f"One layer converted at a time{untried}")
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -291,7 +312,15 @@ def _markdown(report: Report) -> list[str]:
         if rows:
             lines += [*markdown_table(HEADERS[name], rows), ""]
     if report.calibration is not None:
-        lines += [*markdown_table(frontier_header(report.calibration.frontier), report.frontier_rows()), ""]
+        lines += [
+            *markdown_table(frontier_header(report.calibration.frontier, report.budget), report.frontier_rows()),
+            "",
+        ]
+        searched = f"the {report.calibration.examples:,} {report.unit}s of the search"
+        lines += [
+            f"The last table and frontier.png: {searched}. The other tables: the {report.unit}s of the report.",
+            "",
+        ]
     lines += [
         f"Layers: millions of operations per {report.unit}, for attention, pooling, selection of groups and clustering of "
         "keys.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,6 @@ def time_model(
     repeats: int = 5,
     seconds: float = 20.0,
     tokenizer: Any = None,
-    watch: Callable[[int], None] | None = None,
 ) -> list[Timed]:
     """Time forward passes on random tokens, exact and converted, at each length. The model is converted afterwards.
 
@@ -62,7 +61,6 @@ def time_model(
         repeats: Number of timed passes, whose median is returned.
         seconds: Time limit per length.
         tokenizer: Tokenizer of the model, if the settings need it.
-        watch: Function called with each length when it is done.
     """
     bad = next((length for length in lengths if length < 1), None)
     if bad is not None:
@@ -91,6 +89,4 @@ def time_model(
             measured[name] = (1e3 * median_seconds(run, repeats, seconds / 2), extra_memory(run, device))
         (before_ms, before_mib), (after_ms, after_mib) = measured["before"], measured["after"]
         rows.append(Timed(length, before_ms, after_ms, before_mib, after_mib))
-        if watch is not None:
-            watch(length)
     return rows

@@ -55,7 +55,11 @@ def plot_weights(path: Path, weights: Sequence[float], heads: Sequence[tuple[int
     for border in borders:
         axes.axvline(border - 0.5, color="#cccccc", lw=0.8, zorder=0)
     _name_layers(axes.xaxis, names, middles)
-    axes.set(xlabel="heads, layer by layer", ylabel="weight", xlim=(-0.7, len(heads) - 0.3))
+    axes.set(
+        xlabel="heads, layer by layer (colours alternate between layers)",
+        ylabel="weight",
+        xlim=(-0.7, len(heads) - 0.3),
+    )
     axes.set_title(title, parse_math=False)
     _tidy(axes)
     save_figure(figure, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from hsa.checksums import check_listed
 from hsa.errors import HsaWarning, InvalidInput
-from hsa.files import read_json, write_json, write_sealed
+from hsa.files import cache_folder, read_json, write_json, write_sealed
 from hsa.models.classifier import Task
 from hsa.models.saved import TOKENIZER
 from hsa.nn.embedding import Modality
@@ -306,12 +305,6 @@ def _check_task(data: Path | None, source: Source, options: DataOptions) -> None
     elif options.task == "regression":
         problem = "regression needs numbers to predict"
         raise InvalidInput("task", problem=problem, expected="a file of rows, with --label for the column of numbers")
-
-
-def cache_folder() -> Path:
-    """Return the folder of cached data sets: $HSA_CACHE, or hsa in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("HSA_CACHE") or Path(base) / "hsa")
 
 
 def write_cache(folder: Path, write: Callable[[Path], object]) -> bool:

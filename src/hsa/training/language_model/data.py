@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from hsa.errors import InvalidInput
-from hsa.files import read_json, write_json
+from hsa.files import cache_folder, read_json, write_json
 from hsa.signals.readers.python_source import load_python
 from hsa.signals.readers.rows import ROW_SUFFIXES, load_rows
 from hsa.signals.readers.text import decode_file, load_bytes, normalize_newlines, train_tokenizer
 from hsa.signals.readers.tokens import encodable, load_tokenizer
 from hsa.table_format import TableFormat
-from hsa.training.data.prepare import cache_folder, is_cached, write_cache
+from hsa.training.data.prepare import is_cached, write_cache
 from hsa.training.data.sources import digest, stamp
 
 END, PARAGRAPH, CHAPTER = "<|end|>", "\n\n", "\n\n\n"
