@@ -15,7 +15,7 @@ from hsa.cli.comparison_bar import ComparisonBar
 from hsa.cli.defaults import defaults_by_task
 from hsa.cli.help import HelpPage
 from hsa.cli.progress import print_paths, print_results
-from hsa.cli.runs import NAMED, complete_recipe, read_data, run_folder, split_words
+from hsa.cli.runs import NAMED, complete_recipe, measure_references, read_data, run_folder, split_words
 from hsa.cli.topics import DATA, DOCUMENTS, MODEL, TOPICS, TRAINING
 from hsa.errors import InvalidInput
 from hsa.models.options import ModelOptions
@@ -119,18 +119,19 @@ def compare(
     with claimed(run_folder(recipe, out, resume, accelerator, kind="compare-")) as folder:
         try:
             prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
+            references = measure_references(recipe, prepared, accelerator, small=quick, console=console)
             bar = ComparisonBar(plan, "accuracy" if prepared.test.classes else "R²", console)
             with bar if accelerator.is_main_process else nullcontext():
                 observer = bar if accelerator.is_main_process else None
                 compared = compare_models(plan, recipe, prepared, folder, accelerator, resume=resume, observer=observer)
-                if not accelerator.is_main_process:
+                if references is None:  # not the main process
                     return
                 costs = _costs(compared, prepared, folder, accelerator, bar, quick)
         except KeyboardInterrupt:
             began = any(path.is_dir() for path in folder.iterdir())
             advice = f"; continue with --out {folder} --resume" if began else " before the first run"
             raise Interrupted(f"stopped{advice}") from None
-        comparison = Comparison(plan, recipe, prepared, compared, costs, _device(accelerator))
+        comparison = Comparison(plan, recipe, prepared, compared, references, costs, _device(accelerator))
         pictures = comparison.write(folder)
     if json:
         print((folder / JSON).read_text(encoding="utf-8"), end="")

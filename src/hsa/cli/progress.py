@@ -12,7 +12,8 @@ from hsa.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+
+    from hsa.analysis.tables import TerminalTable
 
 Watch = Callable[[str, int, int], None]
 """Called with the name of a stage, how much of it is done, and its total."""
@@ -117,7 +118,7 @@ class TrainingBar:
         self.progress.stop()
 
 
-def print_results(console: Console, table: Table, lines: Iterable[str], *, soft_wrap: bool = False) -> None:
+def print_results(console: Console, table: TerminalTable, lines: Iterable[str], *, soft_wrap: bool = False) -> None:
     """Print the table of results, and lines of text below it."""
     from rich.text import Text
 

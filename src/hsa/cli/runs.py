@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hsa.cli.progress import skipped_line
-from hsa.errors import InvalidInput
+from hsa.errors import InvalidInput, MissingExtra
 from hsa.registry import resolve
 from hsa.training.recipe import Recipe, load_recipe, overridden
 from hsa.training.tasks import TASKS
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hsa.training.data.prepare import PreparedData
+    from hsa.training.reference import References
 
 
 NAMED: ContextVar[frozenset[str]] = ContextVar("NAMED", default=frozenset())
@@ -95,6 +96,28 @@ def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, co
     if accelerator.is_main_process:
         _announce(console, prepared, folder)
     return prepared
+
+
+def measure_references(
+    recipe: Recipe, prepared: PreparedData, accelerator: Any, *, small: bool, console: Console
+) -> References | None:
+    """Return the references of the data, in the first process; None in the others, which write no report."""
+    from rich.text import Text
+
+    from hsa.training.reference import References, constant_answer
+    from hsa.training.text_baseline import WORDS, has_texts, train_on_words
+
+    if not accelerator.is_main_process:
+        return None
+    constant = constant_answer(prepared)
+    if not has_texts(prepared):
+        return References(constant)
+    try:
+        words = train_on_words(recipe.data, recipe.read, prepared, small=small)
+    except MissingExtra as error:
+        return References(constant, note=str(error))
+    console.print(Text(f"{WORDS}: accuracy {words.scores.main:.3f}", style="dim"))
+    return References(constant, words)
 
 
 def run_folder(recipe: Recipe, out: Path | None, resume: bool, accelerator: Any = None, kind: str = "") -> Path:

@@ -11,7 +11,7 @@ from hsa.baselines.options import DocumentOptions
 from hsa.cli.defaults import defaults_by_task, task_defaults
 from hsa.cli.help import HelpPage
 from hsa.cli.progress import TrainingBar, print_paths, print_results
-from hsa.cli.runs import complete_recipe, read_data, refuse_time_limit, run_folder, split_words
+from hsa.cli.runs import complete_recipe, measure_references, read_data, refuse_time_limit, run_folder, split_words
 from hsa.cli.topics import DATA, DOCUMENTS, LANGUAGE, MATCH3, MODEL, SEQ2SEQ, TOPICS, TRAINING
 from hsa.models.options import ModelOptions
 from hsa.research.match3.options import Match3Options
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hsa.training.data.prepare import PreparedData
     from hsa.training.experiment import Result
     from hsa.training.failures import NoResult
+    from hsa.training.reference import References
 
 HELP = HelpPage(
     examples={
@@ -131,6 +132,7 @@ def _run(
     with claimed(run_folder(recipe, out, resume, accelerator)) as folder:
         prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
         score = "accuracy" if prepared.train.classes else "R²"
+        references = measure_references(recipe, prepared, accelerator, small=quick, console=console)
         results = train_models(
             recipe.models,
             recipe.model,
@@ -143,8 +145,8 @@ def _run(
             watch=(lambda name: TrainingBar(name, score, console)) if main else None,
             on_failure=failed.__setitem__,
         )
-        if main and results:
-            _report(console, recipe, prepared, results, failed, folder)
+        if references is not None and results:
+            _report(console, recipe, prepared, results, failed, references, folder)
     complain(failed)
 
 
@@ -154,12 +156,13 @@ def _report(
     prepared: PreparedData,
     results: list[Result],
     failed: dict[str, NoResult],
+    references: References,
     folder: Path,
 ) -> None:
     from hsa.training.report import report_lines, result_table, write_report
 
-    pictures = write_report(folder, recipe, prepared, results, failed)
-    print_results(console, result_table(results, failed), report_lines(prepared, results))
+    pictures = write_report(folder, recipe, prepared, results, failed, references)
+    print_results(console, result_table(results, failed, references), report_lines(prepared, results, references))
     model = folder / results[0].model
     generated = prepared.input_spec.kind == "generated"
     following = "" if generated else f"hsa predict {model} {_data_to_predict(recipe, prepared)}"

@@ -35,6 +35,7 @@ from hsa.training.data.sources import (
     Columns,
     Folders,
     ImageReader,
+    NamedSource,
     News,
     Rows,
     Source,
@@ -125,7 +126,7 @@ class PreparedData:
 
 def _sources(
     data: Path | None, options: DataOptions, small: bool, encoder: Any, image_reader: ImageReader
-) -> dict[str, Source]:
+) -> dict[str, NamedSource]:
     """Return the sources of "train", and of "validation" and "test" if they have their own data."""
     if data is None:
         return {"train": StandardLibrary(most=60, packages=6) if small else StandardLibrary()}
@@ -138,13 +139,19 @@ def _sources(
     return {name: open_source(path, columns, image_reader) for name, path in paths.items() if path is not None}
 
 
+def read_texts(data: Path | None, options: DataOptions, small: bool) -> dict[str, str]:
+    """Return the whole text of every example by its name, as in `DataSet.names`; without text, an empty one."""
+    sources = _sources(data, options, small, None, read_image)
+    return {name: text for source in sources.values() for name, text in source.named_texts()}
+
+
 def columns_of(options: DataOptions) -> Columns:
     """Return the roles of the columns."""
     numeric = options.task == "regression"
     return Columns(options.text, options.number, options.image, options.label, numeric, options.language)
 
 
-def open_source(data: Path, columns: Columns, image_reader: ImageReader = read_image) -> Source:
+def open_source(data: Path, columns: Columns, image_reader: ImageReader = read_image) -> NamedSource:
     """Open a file of rows, or a folder with one subfolder per class."""
     if data.is_dir():
         return Folders(data, columns.language, image_reader)
