@@ -64,7 +64,7 @@ def row(model):
 
 
 def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
-    code, out, err = call("compare", rows, *COLUMNS, *TINY, columns=80)
+    code, out, err = call("compare", rows, *COLUMNS, *TINY, columns=160)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     runs = [line.split() for line in lines if re.match(r"(hierarchical|deepsets) +rate ", line)]
@@ -78,7 +78,7 @@ def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
     names = "model parameters rate accuracy F1 operations train s test ms MiB on the frontier"
     assert lines[header].split() == names.split()
     assert "…" not in "".join(lines[header:])
-    assert any(line.startswith("hierarchical against deepsets: ") for line in lines)
+    assert any(line.startswith("hierarchical against TF-IDF + logistic regression: ") for line in lines)
 
     folder = Path("runs/compare-reviews")
     assert f"report    {folder}/report.md" in lines
@@ -93,6 +93,9 @@ def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
     before = json.loads((folder / "comparison.json").read_text())
     assert [model["model"] for model in before["models"]] == ["hierarchical", "deepsets"]
     assert [line.split() for line in lines[header + 2 : header + 4]] == [row(model) for model in before["models"]]
+    assert lines[header + 4].startswith("most frequent class  ")
+    assert lines[header + 5].startswith("TF-IDF + logistic regression  ")
+    assert [entry["accuracy"] for entry in before["references"]] == [0.5, 1]
     for model in before["models"]:
         scores = [run["accuracy"] for run in model["runs"]]
         assert len(scores) == 2
@@ -262,7 +265,7 @@ def test_out_of_memory_for_one_model(call, fails, rows, monkeypatch):
 
     monkeypatch.setattr(comparison, "train_model", crowded)
     few = (*SIZES, "--epochs", "1", "--models", "hierarchical,deepsets", "--rates", "1e-2", "--seeds", "1")
-    code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out")
+    code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out", columns=160)
     assert (code, err) == (0, "")  # as where it diverges
     assert re.search(r"^hierarchical +rate 0.01 +seed 0 +out of memory ", out, re.M)
     assert re.search(r"^hierarchical +– +– +out of memory +–", out, re.M)
@@ -276,7 +279,7 @@ def test_out_of_memory_for_one_model(call, fails, rows, monkeypatch):
     code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out", "--resume")
     assert (code, err) == (0, "")
     assert "out of memory" not in out
-    assert "hierarchical against deepsets: " in out
+    assert "hierarchical against TF-IDF" in out
 
 
 def test_ctrl_c_says_how_to_resume(tmp_path):

@@ -75,24 +75,16 @@ def test_without_data_the_standard_library_is_learned(call):
         line.split() for line in lines if line.split()[:1] in (["model"], ["hierarchical"], ["flat"], ["deepsets"])
     ]
     header = next(line for line in lines if line.split()[:2] == ["model", "parameters"])
-    assert header.split() == [
-        "model",
-        "parameters",
-        "accuracy",
-        "F1",
-        "operations",
-        "train",
-        "s",
-        "test",
-        "s",
-        "epochs",
-    ]
-    assert "…" not in "".join(lines[lines.index(header) :])
+    shown = lines[lines.index(header) - 1 : lines.index("", lines.index(header))]
+    assert (shown[0].split(), shown[1].split()[-3:]) == (["train", "test"], ["s", "s", "epochs"])  # folded
+    assert max(map(len, shown)) <= 80
+    assert "…" not in "".join(shown)
+    assert {"most frequent", "TF-IDF + logistic"} <= {line.partition("  ")[0] for line in shown}
     rows = [row for row in table if row[0] != "model" and row[1].replace(",", "").isdigit()]
     assert [row[0] for row in rows] == ["hierarchical", "flat", "deepsets"]
     sizes = [int(row[1].replace(",", "")) for row in rows]
     assert max(sizes) < 1.01 * min(sizes)
-    assert any(line.startswith("hierarchical against flat: ") for line in lines)
+    assert any(line.startswith("hierarchical against TF-IDF + logistic regression: ") for line in lines)
 
     folder = Path("runs/python-standard-library")
     assert f"results go to {folder}" in lines
@@ -135,9 +127,24 @@ def test_many_kinds_of_columns_end_to_end(call, tmp_path):
     columns = ("--text", "title", "text", "--number", "stars", "--image", "photo", "--label", "label")
     code, out, err = call("train", data, *columns, *TINY, *SIZES, "--models", "hierarchical", "deepsets")
     assert (code, err) == (0, "")
-    assert "hierarchical against deepsets" in out
+    assert "hierarchical against TF-IDF" in out
     code, out, _ = call("predict", "runs/reviews/hierarchical", data)
     assert (code, len(out.splitlines())) == (0, 40)
+
+
+def test_nothing_is_learned(call, tmp_path):
+    """Models that always give one answer are not compared; the report says what to change."""
+    data = write_rows(tmp_path / "a.csv", reviews())
+    rate = ("--learning-rate", "1e-30", "--models", "hierarchical", "deepsets")
+    code, out, err = call("train", data, *COLUMNS, *TINY, *SIZES, *rate, columns=200)
+    assert (code, err) == (0, "")
+    assert "hierarchical against deepsets" not in out
+    assert "what may help: more --epochs, another --learning-rate, more data; is 'label' (--label) the column" in out
+    report = Path("runs/a/report.md").read_text()
+    assert "\n- what may help: " in report
+    assert "| most frequent class | – | 0.5000 | 0.3333 | – | – | – | – |\n" in report
+    constant, words = json.loads(Path("runs/a/references.json").read_text())
+    assert (constant["scores"]["accuracy"], words["scores"]["accuracy"]) == (0.5, 1)
 
 
 def test_folders_end_to_end(call, tmp_path):
@@ -159,6 +166,8 @@ def test_numbers_end_to_end(call, tmp_path):
     code, out, err = call("train", data, *arguments, *TINY, *SIZES, "--models", "hierarchical", "deepsets")
     assert (code, err) == (0, "")
     assert "R²" in out
+    assert "mean of training" in out
+    assert "TF-IDF" not in out
     assert not Path("runs/reviews/confusion.png").exists()
     code, out, _ = call("evaluate", "runs/reviews/hierarchical", data)
     assert code == 0
@@ -199,11 +208,11 @@ def test_models_can_be_added_to_a_run(call, tmp_path):
     data = write_rows(tmp_path / "a.csv", reviews())
     call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out")
     weights = Path("out/hierarchical/model.safetensors").read_bytes()
-    code, out, _ = call(
+    code, _, _ = call(
         "train", data, *COLUMNS, *TINY, *SIZES, "--models", "hierarchical", "deepsets", "--out", "out", "--resume"
     )
     assert code == 0
-    assert "hierarchical against deepsets" in out
+    assert len(json.loads(Path("out/results.json").read_text())) == 2
     assert Path("out/hierarchical/model.safetensors").read_bytes() == weights
 
 
