@@ -75,7 +75,7 @@ def test_models_may_be_named_with_commas(call):
     table = [line.split()[0] for line in out.splitlines() if line.startswith(("clustered ", "flat ")) and "M" in line]
     assert table == ["clustered", "flat"]
     assert "clustered against flat: perplexity" in out
-    assert 'next: hsa generate run/clustered --prompt "The"' in out
+    assert "next: hsa generate run/clustered --prompt The" in out
     about = json.loads(Path("run/clustered/config.json").read_text())
     assert about["closes"] == {}  # windows by default
     assert (about["branching"], about["tile"], about["threshold"], about["top_k"]) == ([2, 2, 2], 4, 0.125, None)

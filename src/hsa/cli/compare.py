@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -129,7 +130,7 @@ def compare(
                 costs = _costs(compared, prepared, folder, accelerator, bar, quick)
         except KeyboardInterrupt:
             began = any(path.is_dir() for path in folder.iterdir())
-            advice = f"; continue with --out {folder} --resume" if began else " before the first run"
+            advice = f"; continue with --out {shlex.quote(str(folder))} --resume" if began else " before the first run"
             raise Interrupted(f"stopped{advice}") from None
         comparison = Comparison(plan, recipe, prepared, compared, references, costs, _device(accelerator))
         pictures = comparison.write(folder)

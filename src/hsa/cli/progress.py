@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,16 +133,16 @@ def print_results(console: Console, table: TerminalTable, lines: Iterable[str], 
 
 
 def print_paths(
-    console: Console, model: Path | None, report: Path, pictures: Iterable[Path] = (), following: str = ""
+    console: Console, model: Path | None, report: Path, pictures: Iterable[Path] = (), following: Iterable[object] = ()
 ) -> None:
-    """Print the paths of the results and the command to run next."""
+    """Print the paths of the results and the command to run next, given by its words."""
     from rich.text import Text
 
     lines = ["", *([] if model is None else [f"model     {model}"]), f"report    {report}"]
     if shown := ", ".join(map(str, pictures)):
         lines.append(f"pictures  {shown}")
-    if following:
-        lines.append(f"\nnext: {following}")
+    if command := shlex.join(map(str, following)):
+        lines.append(f"\nnext: {command}")
     for line in lines:
         console.print(Text(line), soft_wrap=True)  # paths stay whole, to be copied
 

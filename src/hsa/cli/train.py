@@ -165,7 +165,7 @@ def _report(
     print_results(console, result_table(results, failed, references), report_lines(prepared, results, references))
     model = folder / results[0].model
     generated = prepared.input_spec.kind == "generated"
-    following = "" if generated else f"hsa predict {model} {_data_to_predict(recipe, prepared)}"
+    following = () if generated else ("hsa", "predict", model, _data_to_predict(recipe, prepared))
     print_paths(console, model, folder / "report.md", pictures, following)
 
 

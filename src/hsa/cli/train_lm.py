@@ -75,4 +75,4 @@ def _report(
     pictures = write_lm_report(folder, recipe, data, results, failed)
     print_results(console, lm_table(results, failed), lm_lines(results))
     model = folder / results[0].model
-    print_paths(console, model, folder / "report.md", pictures, f'hsa generate {model} --prompt "The"')
+    print_paths(console, model, folder / "report.md", pictures, ("hsa", "generate", model, "--prompt", "The"))
