@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import stat
@@ -130,6 +131,16 @@ def test_many_kinds_of_columns_end_to_end(call, tmp_path):
     assert "hierarchical against TF-IDF" in out
     code, out, _ = call("predict", "runs/reviews/hierarchical", data)
     assert (code, len(out.splitlines())) == (0, 40)
+
+
+def test_suggested_commands_are_quoted(call, tmp_path):
+    data = write_rows(tmp_path / "my reviews.csv", reviews())
+    code, out, _ = call("train", data, *COLUMNS, *TINY, *SIZES, *ONE)
+    assert code == 0
+    words = shlex.split(out.splitlines()[-1])
+    assert words == ["next:", "hsa", "predict", "runs/my reviews/hierarchical", str(data)]
+    code, out, err = call(*words[2:])
+    assert (code, len(out.splitlines()), err) == (0, 40, "")
 
 
 def test_nothing_is_learned(call, tmp_path):
