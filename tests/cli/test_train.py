@@ -231,11 +231,73 @@ def test_a_folder_with_a_run_is_not_overwritten(call, fails, tmp_path):
     data = write_rows(tmp_path / "a.csv", reviews())
     call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out")
     message = (
-        "out: expected a new folder, got a folder with a run. Pass --resume to continue that run, or another --out"
+        "out: expected a new folder, got a folder with a run. "
+        "Pass --resume to continue that run, --overwrite to start again, or another --out"
     )
     assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == message
     os.remove("out/results.json")  # as after Ctrl-C
     assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == message
+    os.remove(f"out/hierarchical/{CHECKPOINT}")  # to save space
+    assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == message
+
+
+def test_a_run_is_overwritten(call, refuses, tmp_path):
+    """Start again in the same folder, with other models and options; the files of the user stay."""
+    data = write_rows(tmp_path / "a.csv", reviews())
+    call("train", data, *COLUMNS, *TINY, *SIZES, "--models", "flat", "hierarchical")
+    Path("runs/a/flat/notes.txt").write_text("mine")
+    both = ("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--overwrite", "--resume")
+    refuses(both, "overwrite", "expected one of them, got both --resume and --overwrite")
+    refuses(("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--overwrite", "--text", "no"), str(data), "no column 'no'")
+    assert Path("runs/a/flat/model.safetensors").is_file()  # options are checked before anything is removed
+    new = ("--models", "deepsets", "--seed", "3", "--overwrite")
+    code, out, err = call("train", data, *COLUMNS, *TINY, *SIZES, *new)
+    assert (code, err) == (0, "")
+    assert "results go to runs/a" in out
+    assert os.listdir("runs") == ["a"]
+    assert [result["model"] for result in json.loads(Path("runs/a/results.json").read_text())] == ["deepsets"]
+    assert sorted(os.listdir("runs/a/flat")) == ["notes.txt"]
+    assert not Path("runs/a/hierarchical").exists()
+    assert not Path("runs/a/attention.png").exists()  # of the old report
+    code, out, _ = call("train", data, *COLUMNS, *TINY, *SIZES, "--models", "deepsets", "--overwrite", "--out", "new")
+    assert code == 0  # a new folder
+
+
+@pytest.mark.filterwarnings("default::hsa.errors.HsaWarning")
+def test_more_epochs(call, refuses, tmp_path):
+    """A finished run is continued with more epochs, and resumed as usual after that."""
+    data = write_rows(tmp_path / "a.csv", reviews())
+    sizes = ("--cpu", "--heads", "2", "--position-width", "8", "--patience", "0")
+    command = (
+        "train",
+        data,
+        *COLUMNS,
+        *sizes,
+        *SIZES,
+        "--models",
+        "hierarchical",
+        "deepsets",
+        "--out",
+        "out",
+        "--epochs",
+    )
+    call(*command, "1")
+    before = json.loads(Path("out/results.json").read_text())
+    code, out, err = call(*command, "3", "--resume")
+    assert code == 0
+    first, second = err.splitlines()
+    assert first.startswith("out/hierarchical: continues to 3 epochs instead of 1. From here the learning rate follows")
+    assert second.startswith("out/deepsets: continues to 3 epochs")
+    assert "epoch 3: " in out
+    assert "epoch 1: " not in out
+    after = json.loads(Path("out/results.json").read_text())
+    assert [len(result["history"]) for result in after] == [3, 3]
+    assert [result["history"][:1] for result in after] == [result["history"] for result in before]
+    code, out, err = call(*command, "3", "--resume")
+    assert (code, err) == (0, "")
+    assert "epoch 3: " not in out
+    bad = (f"out/hierarchical/{CHECKPOINT}", "expected epochs = 3 or more", "got epochs = 2")
+    refuses((*command, "2", "--resume"), *bad)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ HEADS = "Research: head fusion and entmax"
 MATCH3 = "Research: three-way attention (--task match3)"
 
 TOPICS: dict[str, tuple[str, ...]] = {
-    OWN: ("task", "models", "out", "resume", "quick", "json", "seed"),
+    OWN: ("task", "models", "out", "resume", "overwrite", "quick", "json", "seed"),
     DATA: (),
     INPUTS: ("word_vectors", "encoder", "image_encoder"),
     MODEL: (),

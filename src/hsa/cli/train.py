@@ -11,7 +11,15 @@ from hsa.baselines.options import DocumentOptions
 from hsa.cli.defaults import defaults_by_task, task_defaults
 from hsa.cli.help import HelpPage
 from hsa.cli.progress import TrainingBar, print_paths, print_results
-from hsa.cli.runs import complete_recipe, measure_references, read_data, refuse_time_limit, run_folder, split_words
+from hsa.cli.runs import (
+    complete_recipe,
+    measure_references,
+    read_data,
+    refuse_time_limit,
+    remove_old_run,
+    run_folder,
+    split_words,
+)
 from hsa.cli.topics import DATA, DOCUMENTS, LANGUAGE, MATCH3, MODEL, SEQ2SEQ, TOPICS, TRAINING
 from hsa.models.options import ModelOptions
 from hsa.research.match3.options import Match3Options
@@ -51,6 +59,7 @@ def train(
     out: Path | None = None,
     models: tuple[str, ...] = Recipe.models,
     resume: bool = False,
+    overwrite: bool = False,
     quick: bool = False,
     cpu: bool = False,
     fsdp: bool = False,
@@ -91,7 +100,10 @@ def train(
             transformer-xl; NAME+FUSION fuses the heads of NAME in another way, such as hierarchical+talking. Language
             models: multiscale, clustered, flat, transformer-xl. Encoders of seq2seq: hierarchical, multiscale, clustered,
             flat.
-        resume: Continue the run in the same folder where it stopped.
+        resume: Continue the run in the same folder where it stopped. More --epochs than before continue a finished run too;
+            the learning rate then follows the schedule of the new number.
+        overwrite: Start again in the folder of an earlier run and remove what that run wrote there. Without --out, in that
+            of the latest run with this name.
         quick: Use few examples, at most 4 epochs and a width of at most 64, to see how it works.
         cpu: Do not use a GPU.
         fsdp: Shard the model over processes (FSDP2).
@@ -106,20 +118,29 @@ def train(
     if recipe.read.task == "lm":
         from hsa.cli.train_lm import run_lm
 
-        with claimed(run_folder(recipe, out, resume)) as folder:
-            run_lm(recipe, folder, resume=resume, cpu=cpu, fsdp=fsdp, console=console)
+        with claimed(run_folder(recipe, out, resume, overwrite)) as folder:
+            run_lm(recipe, folder, resume=resume, overwrite=overwrite, cpu=cpu, fsdp=fsdp, console=console)
         return
     if recipe.read.task == "seq2seq":
         from hsa.cli.train_seq2seq import run_seq2seq
 
-        with claimed(run_folder(recipe, out, resume)) as folder:
-            run_seq2seq(recipe, folder, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
+        own = {"resume": resume, "overwrite": overwrite, "quick": quick, "cpu": cpu, "fsdp": fsdp}
+        with claimed(run_folder(recipe, out, resume, overwrite)) as folder:
+            run_seq2seq(recipe, folder, **own, console=console)
         return
-    _run(recipe, out, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
+    _run(recipe, out, resume=resume, overwrite=overwrite, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
 
 
 def _run(
-    recipe: Recipe, out: Path | None, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
+    recipe: Recipe,
+    out: Path | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    quick: bool,
+    cpu: bool,
+    fsdp: bool,
+    console: Console,
 ) -> None:
     from hsa.training.accelerator import make_accelerator
     from hsa.training.experiment import check_models, train_models
@@ -129,8 +150,10 @@ def _run(
     accelerator = make_accelerator(recipe.training, fsdp=fsdp, cpu=cpu)
     main = accelerator.is_main_process
     failed: dict[str, NoResult] = {}
-    with claimed(run_folder(recipe, out, resume, accelerator)) as folder:
+    with claimed(run_folder(recipe, out, resume, overwrite, accelerator)) as folder:
         prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
+        if overwrite:
+            remove_old_run(folder, accelerator)
         score = "accuracy" if prepared.train.classes else "R²"
         references = measure_references(recipe, prepared, accelerator, small=quick, console=console)
         results = train_models(
