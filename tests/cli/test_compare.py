@@ -109,7 +109,7 @@ def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
     assert (code, len(out.splitlines())) == (0, 40)
 
     message = fails("compare", rows, *COLUMNS, *TINY, "--out", folder)
-    assert message.endswith("got a folder with a run. Pass --resume to continue that run, or another --out")
+    assert message.endswith("Pass --resume to continue that run, --overwrite to start again, or another --out")
 
     class NoTraining(experiment.Trainer):
         def fit(self):
@@ -124,6 +124,23 @@ def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
     message = fails("compare", rows, *COLUMNS, *TINY, "--resume", "--dropout", "0.7")
     assert "expected encoder.dropout = 0.7" in message
     assert "trained with encoder.dropout = 0.1" in message
+    message = fails("compare", rows, *COLUMNS, *TINY, "--resume", "--patience", "5")
+    assert "trained with patience = 3" in message
+
+
+def test_a_comparison_is_overwritten(call, rows):
+    few = (*SIZES, "--epochs", "1", "--seeds", "1", "--rates")
+    code, _, _ = call("compare", rows, *COLUMNS, *few, "1e-3", "--models", "hierarchical,deepsets")
+    assert code == 0
+    Path("runs/compare-reviews/mine.txt").write_text("notes")
+    code, out, err = call("compare", rows, *COLUMNS, *few, "1e-2", "--models", "deepsets", "--overwrite")
+    assert (code, err) == (0, "")
+    assert "finished before" not in out
+    folder = Path("runs/compare-reviews")
+    assert os.listdir("runs") == ["compare-reviews"]
+    assert [path.name for path in folder.glob("*/*")] == ["0.01"]
+    assert (folder / "mine.txt").is_file()
+    assert json.loads((folder / "first.json").read_text()) == {"model": "deepsets"}
 
 
 def test_without_data_and_quick(call, monkeypatch):

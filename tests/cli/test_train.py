@@ -158,6 +158,18 @@ def test_nothing_is_learned(call, tmp_path):
     assert (constant["scores"]["accuracy"], words["scores"]["accuracy"]) == (0.5, 1)
 
 
+def test_without_scikit_learn(call, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.exceptions", None)
+    code, out, err = call(
+        "train", write_rows(tmp_path / "a.csv", reviews()), *COLUMNS, *TINY, *SIZES, *ONE, columns=200
+    )
+    assert (code, err) == (0, "")
+    note = "the row TF-IDF + logistic regression needs the package 'scikit-learn'; install it with: pip install 'hsa[tfidf]'"
+    assert out.count("TF-IDF") == 1
+    assert note in out
+    assert f"\n- {note}\n" in Path("runs/a/report.md").read_text()
+
+
 def test_folders_end_to_end(call, tmp_path):
     data = mixed_folder(tmp_path / "films")
     code, _, err = call("train", data, *TINY, *SIZES, *ONE)

@@ -348,7 +348,7 @@ LONGER = (
 
 @pytest.mark.parametrize("after", [None, 3, 6])
 def test_more_epochs_at_a_constant_rate_are_one_run(tmp_path, after):
-    """Without warm-up, a run that is continued with more epochs, finished or not, equals one run of all epochs."""
+    """A run that is continued with more epochs, finished or not, equals one run of all epochs if there is no warm-up."""
     short, long = (replace(QUICK, epochs=epochs, schedule="constant", warmup=0.0) for epochs in (2, 5))
     whole = trainer(long, model=classifier("none", dropout=0.3), folder=tmp_path / "a")
     history = whole.fit()

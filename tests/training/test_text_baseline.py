@@ -1,7 +1,7 @@
 """Logistic regression on words: the same rows as the models, and rows of every kind of source."""
 
-import builtins
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -152,14 +152,8 @@ def test_data_without_texts(rows):
 
 
 def test_without_the_package(rows, monkeypatch):
-    prepared, real = prepare(rows, ROWS), builtins.__import__
-
-    def importing(name, *arguments, **more):
-        if name.startswith("sklearn"):
-            raise ModuleNotFoundError(name)
-        return real(name, *arguments, **more)
-
-    monkeypatch.setattr(builtins, "__import__", importing)
+    prepared = prepare(rows, ROWS)
+    monkeypatch.setitem(sys.modules, "sklearn.exceptions", None)
     message = "the row TF-IDF + logistic regression needs the package 'scikit-learn'; "
     message += "install it with: pip install 'hsa[tfidf]'"
     with pytest.raises(MissingExtra) as caught:

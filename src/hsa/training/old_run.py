@@ -1,4 +1,4 @@
-"""Runs that are in a folder already: how to recognise them, and how to remove them without touching other files."""
+"""Earlier runs in a folder: how to recognise them, and how to remove them without touching other files."""
 
 from __future__ import annotations
 
