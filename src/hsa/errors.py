@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
+"""Address in the default representation of an object, which means nothing to a reader and differs from run to run."""
 
 
 class HsaError(Exception):
@@ -41,7 +45,7 @@ class InvalidInput(HsaError, ValueError):
     ):
         self.where, self.expected, self.got, self.problem, self.fix = where, expected, got, problem, fix
         wrong = f"expected {expected}, got {got}" if problem is None else f"{problem}; expected {expected}"
-        message = f"{where}: {wrong}"
+        message = _ADDRESS.sub("", f"{where}: {wrong}")
         super().__init__(message if fix is None else f"{message}. {fix}")
 
     def moved(self, where: str, **changes: Any) -> InvalidInput:

@@ -64,7 +64,7 @@ def row(model):
 
 
 def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
-    code, out, err = call("compare", rows, *COLUMNS, *TINY, columns=80)
+    code, out, err = call("compare", rows, *COLUMNS, *TINY, columns=160)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     runs = [line.split() for line in lines if re.match(r"(hierarchical|deepsets) +rate ", line)]
@@ -78,7 +78,7 @@ def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
     names = "model parameters rate accuracy F1 operations train s test ms MiB on the frontier"
     assert lines[header].split() == names.split()
     assert "…" not in "".join(lines[header:])
-    assert any(line.startswith("hierarchical against deepsets: ") for line in lines)
+    assert any(line.startswith("hierarchical against TF-IDF + logistic regression: ") for line in lines)
 
     folder = Path("runs/compare-reviews")
     assert f"report    {folder}/report.md" in lines
@@ -93,6 +93,9 @@ def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
     before = json.loads((folder / "comparison.json").read_text())
     assert [model["model"] for model in before["models"]] == ["hierarchical", "deepsets"]
     assert [line.split() for line in lines[header + 2 : header + 4]] == [row(model) for model in before["models"]]
+    assert lines[header + 4].startswith("most frequent class  ")
+    assert lines[header + 5].startswith("TF-IDF + logistic regression  ")
+    assert [entry["accuracy"] for entry in before["references"]] == [0.5, 1]
     for model in before["models"]:
         scores = [run["accuracy"] for run in model["runs"]]
         assert len(scores) == 2
@@ -106,7 +109,7 @@ def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
     assert (code, len(out.splitlines())) == (0, 41)  # below a header
 
     message = fails("compare", rows, *COLUMNS, *TINY, "--out", folder)
-    assert message.endswith("got a folder with a run. Pass --resume to continue that run, or another --out")
+    assert message.endswith("Pass --resume to continue that run, --overwrite to start again, or another --out")
 
     class NoTraining(experiment.Trainer):
         def fit(self):
@@ -121,6 +124,23 @@ def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
     message = fails("compare", rows, *COLUMNS, *TINY, "--resume", "--dropout", "0.7")
     assert "expected encoder.dropout = 0.7" in message
     assert "trained with encoder.dropout = 0.1" in message
+    message = fails("compare", rows, *COLUMNS, *TINY, "--resume", "--patience", "5")
+    assert "trained with patience = 3" in message
+
+
+def test_a_comparison_is_overwritten(call, rows):
+    few = (*SIZES, "--epochs", "1", "--seeds", "1", "--rates")
+    code, _, _ = call("compare", rows, *COLUMNS, *few, "1e-3", "--models", "hierarchical,deepsets")
+    assert code == 0
+    Path("runs/compare-reviews/mine.txt").write_text("notes")
+    code, out, err = call("compare", rows, *COLUMNS, *few, "1e-2", "--models", "deepsets", "--overwrite")
+    assert (code, err) == (0, "")
+    assert "finished before" not in out
+    folder = Path("runs/compare-reviews")
+    assert os.listdir("runs") == ["compare-reviews"]
+    assert [path.name for path in folder.glob("*/*")] == ["0.01"]
+    assert (folder / "mine.txt").is_file()
+    assert json.loads((folder / "first.json").read_text()) == {"model": "deepsets"}
 
 
 def test_without_data_and_quick(call, monkeypatch):
@@ -262,7 +282,7 @@ def test_out_of_memory_for_one_model(call, fails, rows, monkeypatch):
 
     monkeypatch.setattr(comparison, "train_model", crowded)
     few = (*SIZES, "--epochs", "1", "--models", "hierarchical,deepsets", "--rates", "1e-2", "--seeds", "1")
-    code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out")
+    code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out", columns=160)
     assert (code, err) == (0, "")  # as where it diverges
     assert re.search(r"^hierarchical +rate 0.01 +seed 0 +out of memory ", out, re.M)
     assert re.search(r"^hierarchical +– +– +out of memory +–", out, re.M)
@@ -276,7 +296,7 @@ def test_out_of_memory_for_one_model(call, fails, rows, monkeypatch):
     code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out", "--resume")
     assert (code, err) == (0, "")
     assert "out of memory" not in out
-    assert "hierarchical against deepsets: " in out
+    assert "hierarchical against TF-IDF" in out
 
 
 def test_ctrl_c_says_how_to_resume(tmp_path):

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,7 +76,7 @@ def test_models_may_be_named_with_commas(call):
     table = [line.split()[0] for line in out.splitlines() if line.startswith(("clustered ", "flat ")) and "M" in line]
     assert table == ["clustered", "flat"]
     assert "clustered against flat: perplexity" in out
-    assert 'next: hsa generate run/clustered --prompt "The"' in out
+    assert "next: hsa generate run/clustered --prompt The" in out
     about = json.loads(Path("run/clustered/config.json").read_text())
     assert about["closes"] == {}  # windows by default
     assert (about["branching"], about["tile"], about["threshold"], about["top_k"]) == ([2, 2, 2], 4, 0.125, None)
@@ -117,6 +118,19 @@ def test_a_run_starts_from_the_weights_of_another(call, fails, trained, tmp_path
     assert code == 0
     losses = [json.loads((run / "results.json").read_text())[0]["loss"] for run in (trained, tmp_path / "longer")]
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
+def test_a_run_of_language_models_is_overwritten(call, refuses, trained, tmp_path):
+    run, data = tmp_path / "run", trained.parent / "tale.txt"
+    shutil.copytree(trained, run)
+    asked = ("train", data, *TINY, *SHORT, "--models", "multiscale", "--learning-rate", "1e-9", "--out", run)
+    bad = (*asked, "--overwrite", "--init-from", run)
+    refuses(bad, "init_from", f"got {run}, which --overwrite would remove", "a run in another folder")
+    assert (run / "flat/model.safetensors").is_file()
+    code, _, err = call(*asked, "--overwrite")
+    assert (code, err) == (0, "")
+    assert not (run / "flat").exists()
+    assert [result["model"] for result in json.loads((run / "results.json").read_text())] == ["multiscale"]
 
 
 def test_text_goes_to_stdout_and_speed_to_stderr(call, trained):

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -116,24 +117,16 @@ def test_example_python_learns_the_standard_library(call):
         line.split() for line in lines if line.split()[:1] in (["model"], ["hierarchical"], ["flat"], ["deepsets"])
     ]
     header = next(line for line in lines if line.split()[:2] == ["model", "parameters"])
-    assert header.split() == [
-        "model",
-        "parameters",
-        "accuracy",
-        "F1",
-        "operations",
-        "train",
-        "s",
-        "test",
-        "s",
-        "epochs",
-    ]
-    assert "…" not in "".join(lines[lines.index(header) :])
+    shown = lines[lines.index(header) - 1 : lines.index("", lines.index(header))]
+    assert (shown[0].split(), shown[1].split()[-3:]) == (["train", "test"], ["s", "s", "epochs"])  # folded
+    assert max(map(len, shown)) <= 80
+    assert "…" not in "".join(shown)
+    assert {"most frequent", "TF-IDF + logistic"} <= {line.partition("  ")[0] for line in shown}
     rows = [row for row in table if row[0] != "model" and row[1].replace(",", "").isdigit()]
     assert [row[0] for row in rows] == ["hierarchical", "flat", "deepsets"]
     sizes = [int(row[1].replace(",", "")) for row in rows]
     assert max(sizes) < 1.01 * min(sizes)
-    assert any(line.startswith("hierarchical against flat: ") for line in lines)
+    assert any(line.startswith("hierarchical against TF-IDF + logistic regression: ") for line in lines)
 
     folder = Path("runs/python-standard-library")
     assert f"results go to {folder}" in lines
@@ -176,9 +169,46 @@ def test_many_kinds_of_columns_end_to_end(call, tmp_path):
     columns = ("--text", "title", "text", "--number", "stars", "--image", "photo", "--label", "label")
     code, out, err = call("train", data, *columns, *TINY, *SIZES, "--models", "hierarchical", "deepsets")
     assert (code, err) == (0, "")
-    assert "hierarchical against deepsets" in out
+    assert "hierarchical against TF-IDF" in out
     code, out, _ = call("predict", "runs/reviews/hierarchical", data)
     assert (code, len(out.splitlines())) == (0, 41)
+
+
+def test_suggested_commands_are_quoted(call, tmp_path):
+    data = write_rows(tmp_path / "my reviews.csv", reviews())
+    code, out, _ = call("train", data, *COLUMNS, *TINY, *SIZES, *ONE)
+    assert code == 0
+    words = shlex.split(out.splitlines()[-1])
+    assert words == ["next:", "hsa", "predict", "runs/my reviews/hierarchical", str(data)]
+    code, out, err = call(*words[2:])
+    assert (code, len(out.splitlines()), err) == (0, 40, "")
+
+
+def test_nothing_is_learned(call, tmp_path):
+    """Models that always give one answer are not compared; the report says what to change."""
+    data = write_rows(tmp_path / "a.csv", reviews())
+    rate = ("--learning-rate", "1e-30", "--models", "hierarchical", "deepsets")
+    code, out, err = call("train", data, *COLUMNS, *TINY, *SIZES, *rate, columns=200)
+    assert (code, err) == (0, "")
+    assert "hierarchical against deepsets" not in out
+    assert "what may help: more --epochs, another --learning-rate, more data; is 'label' (--label) the column" in out
+    report = Path("runs/a/report.md").read_text()
+    assert "\n- what may help: " in report
+    assert "| most frequent class | – | 0.5000 | 0.3333 | – | – | – | – |\n" in report
+    constant, words = json.loads(Path("runs/a/references.json").read_text())
+    assert (constant["scores"]["accuracy"], words["scores"]["accuracy"]) == (0.5, 1)
+
+
+def test_without_scikit_learn(call, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.exceptions", None)
+    code, out, err = call(
+        "train", write_rows(tmp_path / "a.csv", reviews()), *COLUMNS, *TINY, *SIZES, *ONE, columns=200
+    )
+    assert (code, err) == (0, "")
+    note = "the row TF-IDF + logistic regression needs the package 'scikit-learn'; install it with: pip install 'hsa[tfidf]'"
+    assert out.count("TF-IDF") == 1
+    assert note in out
+    assert f"\n- {note}\n" in Path("runs/a/report.md").read_text()
 
 
 def test_folders_end_to_end(call, tmp_path):
@@ -200,6 +230,8 @@ def test_numbers_end_to_end(call, tmp_path):
     code, out, err = call("train", data, *arguments, *TINY, *SIZES, "--models", "hierarchical", "deepsets")
     assert (code, err) == (0, "")
     assert "R²" in out
+    assert "mean of training" in out
+    assert "TF-IDF" not in out
     assert not Path("runs/reviews/confusion.png").exists()
     code, out, _ = call("evaluate", "runs/reviews/hierarchical", data)
     assert code == 0
@@ -242,11 +274,11 @@ def test_models_can_be_added_to_a_run(call, tmp_path):
     data = write_rows(tmp_path / "a.csv", reviews())
     call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out")
     weights = Path("out/hierarchical/model.safetensors").read_bytes()
-    code, out, _ = call(
+    code, _, _ = call(
         "train", data, *COLUMNS, *TINY, *SIZES, "--models", "hierarchical", "deepsets", "--out", "out", "--resume"
     )
     assert code == 0
-    assert "hierarchical against deepsets" in out
+    assert len(json.loads(Path("out/results.json").read_text())) == 2
     assert Path("out/hierarchical/model.safetensors").read_bytes() == weights
 
 
@@ -254,11 +286,73 @@ def test_a_folder_with_a_run_is_not_overwritten(call, fails, tmp_path):
     data = write_rows(tmp_path / "a.csv", reviews())
     call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out")
     message = (
-        "out: expected a new folder, got a folder with a run. Pass --resume to continue that run, or another --out"
+        "out: expected a new folder, got a folder with a run. "
+        "Pass --resume to continue that run, --overwrite to start again, or another --out"
     )
     assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == message
     os.remove("out/results.json")  # as after Ctrl-C
     assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == message
+    os.remove(f"out/hierarchical/{CHECKPOINT}")  # to save space
+    assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == message
+
+
+def test_a_run_is_overwritten(call, refuses, tmp_path):
+    """Start again in the same folder, with other models and options; the files of the user stay."""
+    data = write_rows(tmp_path / "a.csv", reviews())
+    call("train", data, *COLUMNS, *TINY, *SIZES, "--models", "flat", "hierarchical")
+    Path("runs/a/flat/notes.txt").write_text("mine")
+    both = ("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--overwrite", "--resume")
+    refuses(both, "overwrite", "expected one of them, got both --resume and --overwrite")
+    refuses(("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--overwrite", "--text", "no"), str(data), "no column 'no'")
+    assert Path("runs/a/flat/model.safetensors").is_file()  # options are checked before anything is removed
+    new = ("--models", "deepsets", "--seed", "3", "--overwrite")
+    code, out, err = call("train", data, *COLUMNS, *TINY, *SIZES, *new)
+    assert (code, err) == (0, "")
+    assert "results go to runs/a" in out
+    assert os.listdir("runs") == ["a"]
+    assert [result["model"] for result in json.loads(Path("runs/a/results.json").read_text())] == ["deepsets"]
+    assert sorted(os.listdir("runs/a/flat")) == ["notes.txt"]
+    assert not Path("runs/a/hierarchical").exists()
+    assert not Path("runs/a/attention.png").exists()  # of the old report
+    code, out, _ = call("train", data, *COLUMNS, *TINY, *SIZES, "--models", "deepsets", "--overwrite", "--out", "new")
+    assert code == 0  # a new folder
+
+
+@pytest.mark.filterwarnings("default::hsa.errors.HsaWarning")
+def test_more_epochs(call, refuses, tmp_path):
+    """A finished run is continued with more epochs, and resumed as usual after that."""
+    data = write_rows(tmp_path / "a.csv", reviews())
+    sizes = ("--cpu", "--heads", "2", "--position-width", "8", "--patience", "0")
+    command = (
+        "train",
+        data,
+        *COLUMNS,
+        *sizes,
+        *SIZES,
+        "--models",
+        "hierarchical",
+        "deepsets",
+        "--out",
+        "out",
+        "--epochs",
+    )
+    call(*command, "1")
+    before = json.loads(Path("out/results.json").read_text())
+    code, out, err = call(*command, "3", "--resume")
+    assert code == 0
+    first, second = err.splitlines()
+    assert first.startswith("out/hierarchical: continues to 3 epochs instead of 1. From here the learning rate follows")
+    assert second.startswith("out/deepsets: continues to 3 epochs")
+    assert "epoch 3: " in out
+    assert "epoch 1: " not in out
+    after = json.loads(Path("out/results.json").read_text())
+    assert [len(result["history"]) for result in after] == [3, 3]
+    assert [result["history"][:1] for result in after] == [result["history"] for result in before]
+    code, out, err = call(*command, "3", "--resume")
+    assert (code, err) == (0, "")
+    assert "epoch 3: " not in out
+    bad = (f"out/hierarchical/{CHECKPOINT}", "expected epochs = 3 or more", "got epochs = 2")
+    refuses((*command, "2", "--resume"), *bad)
 
 
 @pytest.mark.parametrize(

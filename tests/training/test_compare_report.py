@@ -9,7 +9,7 @@ from hsa.baselines.hat.model import HatConfig
 from hsa.baselines.options import DocumentOptions
 from hsa.training.compare import Compared, Plan
 from hsa.training.compare_report import JSON, Comparison
-from tests.comparisons import RECIPE, prepared, result, run
+from tests.comparisons import RECIPE, prepared, references, result, run
 
 RATES = (1e-3, 1e-2, 1e-1)
 TEST = 17  # examples
@@ -40,7 +40,7 @@ WHAT_TO_DO = (
 
 def comparison(*models, task="classification", seeds=(0, 1, 2), **more):
     plan = Plan(tuple(model.model for model in models), RATES, seeds)
-    return Comparison(plan, RECIPE, prepared(task), models, **more)
+    return Comparison(plan, RECIPE, prepared(task), models, **{"references": references(task), **more})
 
 
 HSA = compared("hierarchical", (0.8, 0.85, 0.9), operations=2e6, training_seconds=4.0, test_seconds=0.34)
@@ -49,7 +49,8 @@ DEEPSETS = compared("deepsets", (0.6, 0.61, 0.62), operations=0.0, training_seco
 
 
 def test_the_table():
-    header, rows = comparison(HSA, FLAT, DEEPSETS, lost("multiscale")).columns()
+    models = (HSA, FLAT, DEEPSETS, lost("multiscale"))
+    header, rows = comparison(*models, references=references(words=0.8)).columns()
     assert [dict(zip(header, row, strict=True)) for row in rows] == [
         {
             "model": "hierarchical",
@@ -99,6 +100,30 @@ def test_the_table():
             "MiB": "–",
             "on the frontier": "–",
         },
+        {
+            "model": "most frequent class",
+            "parameters": "–",
+            "rate": "–",
+            "accuracy": "0.5294",
+            "F1": "0.3462",
+            "operations": "–",
+            "train s": "–",
+            "test ms": "–",
+            "MiB": "–",
+            "on the frontier": "–",
+        },
+        {
+            "model": "TF-IDF + logistic regression",
+            "parameters": "70",
+            "rate": "–",
+            "accuracy": "0.8000",
+            "F1": "0.8000",
+            "operations": "–",
+            "train s": "0.5",
+            "test ms": "1.00",
+            "MiB": "–",
+            "on the frontier": "–",
+        },
     ]
 
 
@@ -117,11 +142,63 @@ def test_significant_differences():
         compared("hierarchical", (0.99, 0.99, 1.0)),
         compared("flat", (0.01, 0.0, 0.0), training_seconds=3.01),
     )
-    (line, _) = comparison(first, second).findings()
+    (*_, line, _) = comparison(first, second).findings()
     assert line.startswith("hierarchical against flat: +99.0 points (significant: 95% margin ± ")
     assert line.endswith(", equal attention operations, equal training time")
-    (line, _) = comparison(second, first).findings()
+    (*_, line, _) = comparison(second, first).findings()
     assert line.startswith("flat against hierarchical: -99.0 points (significant: 95% margin ± ")
+
+
+ADVICE = "what may help: more --epochs, other --rates, more data; is 'label' (--label) the column to predict?"
+ONE_ANSWER = ((9, 0), (8, 0))
+
+
+def test_models_that_learned_nothing():
+    """Models that always give one answer, or none better than the most frequent class, are not compared."""
+    same = [compared(name, (9 / 17, 9 / 17), confusion=ONE_ANSWER) for name in ("hierarchical", "flat")]
+    chance = compared("deepsets", (10 / 17, 8 / 17), confusion=((8, 1), (7, 1)))
+    lines = comparison(*same, chance).findings()
+    assert lines == [
+        "hierarchical, flat: nothing learned; the same answer to every test example",
+        "deepsets: no sign of learning; accuracy 0.5294 is not above that of the most frequent class, 0.5294, by more than "
+        "chance (95% margin ± 20.6 points with 17 test answers)",
+        ADVICE,
+    ]
+    lines = comparison(FLAT, same[0]).findings()
+    assert lines[:2] == ["hierarchical: nothing learned; the same answer to every test example", ADVICE]
+    assert lines[2].startswith("flat against hierarchical: +18.1 points")
+
+
+def test_a_seed_that_learned():
+    """A model has learned if it has with one of the seeds."""
+    half = compared("flat", (9 / 17, 0.9))
+    collapsed = replace(half.runs[0].result, confusion=ONE_ANSWER)
+    runs = (half.runs[0].finished(collapsed), half.runs[1])
+    assert "learn" not in "".join(comparison(replace(half, runs=runs)).findings())
+
+
+def test_regression_without_learning():
+    lost_model = compared("hierarchical", (-0.5, 0.0), regression=True)
+    lines = comparison(lost_model, task="regression").findings()
+    assert lines == ["hierarchical: nothing learned; R² -0.250 is not above 0, that of a constant answer", ADVICE]
+
+
+def test_words():
+    better = comparison(FLAT, references=references(words=0.99))
+    assert better.findings()[:2] == [
+        "flat against TF-IDF + logistic regression: -28.0 points (significant: 95% margin ± 23.6 with 17 test examples and "
+        "3 seeds)",
+        "TF-IDF + logistic regression is better than flat beyond chance; a pre-trained text encoder may beat both: "
+        "--encoder MODEL",
+    ]
+    spec = replace(better.prepared.input_spec, encoder="e5")
+    encoded = replace(better, prepared=replace(better.prepared, input_spec=spec))
+    assert encoded.findings()[1] == "TF-IDF + logistic regression is better than flat beyond chance"
+    similar = comparison(FLAT, references=references(words=0.75)).findings()
+    assert similar[0].startswith("flat against TF-IDF + logistic regression: -4.0 points (not significant")
+    assert not any("better than" in line for line in similar)
+    note = replace(references(), note="a package is missing")
+    assert comparison(FLAT, references=note).findings()[0] == "a package is missing"
 
 
 def test_one_seed():
@@ -240,7 +317,8 @@ COSTS = (Cost("hierarchical", 256, 1000, 0.5), Cost("flat", 256, 3000, None))
 
 
 def test_everything_is_in_the_json(tmp_path):
-    actual = comparison(HSA, compared("flat", (0.7, "diverged", 0.9)), lost("deepsets"), costs=COSTS, device="a GPU")
+    models = (HSA, compared("flat", (0.7, "diverged", 0.9)), lost("deepsets"))
+    actual = comparison(*models, costs=COSTS, device="a GPU", references=references(words=0.8))
     actual.write(tmp_path)
     data = json.loads((tmp_path / JSON).read_text())
     assert data == json.loads(json.dumps(actual.to_json()))
@@ -249,6 +327,17 @@ def test_everything_is_in_the_json(tmp_path):
     assert data["examples"] == {"train": 31, "validation": 13, "test": TEST}
     assert (data["rates"], data["seeds"]) == (list(RATES), [0, 1, 2])
     assert data["findings"] == actual.findings()
+    constant, words = data["references"]
+    assert constant["name"] == "most frequent class"
+    assert (constant["accuracy"], constant["parameters"]) == (pytest.approx(9 / 17), None)
+    assert words == {
+        "name": "TF-IDF + logistic regression",
+        "accuracy": 0.8,
+        "f1": 0.8,
+        "parameters": 70,
+        "training_seconds": 0.5,
+        "test_milliseconds": pytest.approx(1),
+    }
     assert data["costs"][0] == {"model": "hierarchical", "length": 256, "operations": 1000, "seconds": 0.5}
     assert data["options"]["width"] == 12
     assert data["options"]["epochs"] == 2

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hsa.errors import InvalidInput
+from hsa.errors import HsaWarning, InvalidInput
 from hsa.models.saved import load_model
 from hsa.training import checkpoint
 from hsa.training.accelerator import make_accelerator
@@ -338,6 +339,71 @@ def test_a_run_that_ran_out_of_patience_has_nothing_left_to_do(tmp_path, monkeyp
     again = trainer(options, folder=tmp_path, watcher=log)
     again.resume()
     assert (again.fit(), log.steps) == (history, [])
+
+
+LONGER = (
+    r": continues to 5 epochs instead of 2\. From here the learning rate follows the schedule of 5 epochs \(0.01 now\)"
+)
+
+
+@pytest.mark.parametrize("after", [None, 3, 6])
+def test_more_epochs_at_a_constant_rate_are_one_run(tmp_path, after):
+    """A run that is continued with more epochs, finished or not, equals one run of all epochs if there is no warm-up."""
+    short, long = (replace(QUICK, epochs=epochs, schedule="constant", warmup=0.0) for epochs in (2, 5))
+    whole = trainer(long, model=classifier("none", dropout=0.3), folder=tmp_path / "a")
+    history = whole.fit()
+    watcher = Log() if after is None else Interrupting(after)
+    first = trainer(short, model=classifier("none", dropout=0.3), folder=tmp_path / "b", watcher=watcher)
+    with nullcontext() if after is None else pytest.raises(Interrupted):
+        first.fit()
+    resumed = trainer(long, model=classifier("none", seed=5, dropout=0.3), folder=tmp_path / "b")
+    with pytest.warns(HsaWarning, match=LONGER):
+        resumed.resume(longer=True)
+    assert plain(resumed.fit()) == plain(history)
+    assert_same(resumed, whole)
+    again = trainer(long, model=classifier("none", dropout=0.3), folder=tmp_path / "b")
+    again.resume(longer=True)  # without a warning
+    assert again.is_over
+
+
+def test_more_epochs_follow_the_new_schedule(tmp_path):
+    trainer(QUICK, folder=tmp_path).fit()
+    longer = replace(QUICK, epochs=6)
+    log = Log()
+    run = trainer(longer, folder=tmp_path, watcher=log)
+    with pytest.warns(HsaWarning, match=r"schedule of 6 epochs \(0.0053 now\)"):
+        run.resume(longer=True)
+    assert [record.epoch for record in run.fit()] == [1, 2, 3, 4, 5, 6]
+    steps = run.steps_per_epoch
+    assert [step[:2] for step in log.steps] == [(done, 6 * steps) for done in range(3 * steps + 1, 6 * steps + 1)]
+    assert [rate for *_, rate in log.steps] == [
+        pytest.approx(learning_rate(longer, done, 6 * steps)) for done in range(3 * steps + 1, 6 * steps + 1)
+    ]
+
+
+def test_an_epoch_that_has_begun_keeps_its_batches(tmp_path):
+    """More epochs may need more batches per epoch, because of the lengths of the examples."""
+    short, long = (replace(QUICK, epochs=epochs, batch_tokens=24) for epochs in (1, 30))
+    first = trainer(short, folder=tmp_path, watcher=Interrupting(2))
+    with pytest.raises(Interrupted):
+        first.fit()
+    resumed = trainer(long, folder=tmp_path)
+    assert resumed.steps_per_epoch > first.steps_per_epoch
+    with pytest.warns(HsaWarning):
+        resumed.resume(longer=True)
+    before, now = first._epoch_batches(0), resumed._epoch_batches(0)
+    assert [batch.tolist() for batch in now] == [batch.tolist() for batch in before]
+    history = resumed.fit()
+    assert (len(history), resumed.progress.epoch_steps) == (30, resumed.steps_per_epoch)
+
+
+def test_more_epochs_after_patience_ran_out(tmp_path, monkeypatch):
+    options = replace(QUICK, epochs=9, patience=1)
+    history, _ = scripted(trainer(options, folder=tmp_path), [(0.5, 1.0), (0.4, 1.0)], monkeypatch)
+    again = trainer(replace(options, epochs=20), folder=tmp_path)
+    with pytest.warns(HsaWarning, match="ended before its 9 epochs because of --patience, so that more epochs do not"):
+        again.resume(longer=True)
+    assert again.fit() == history
 
 
 def test_a_second_ctrl_c_ends_at_once():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from hsa.cli.comparison_bar import ComparisonBar
 from hsa.cli.defaults import defaults_by_task
 from hsa.cli.help import HelpPage
 from hsa.cli.progress import print_paths, print_results
-from hsa.cli.runs import NAMED, complete_recipe, read_data, run_folder, split_words
+from hsa.cli.runs import NAMED, complete_recipe, measure_references, read_data, remove_old_run, run_folder, split_words
 from hsa.cli.topics import DATA, DOCUMENTS, MODEL, TOPICS, TRAINING
 from hsa.errors import InvalidInput
 from hsa.models.options import ModelOptions
@@ -73,6 +74,7 @@ def compare(
     seeds: int = 3,
     out: Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     quick: bool = False,
     json: bool = False,
     cpu: bool = False,
@@ -101,6 +103,8 @@ def compare(
         seeds: Number of seeds: --seed and the following numbers.
         out: Folder for the results; runs/compare-NAME by default. Each run has a folder MODEL/RATE/SEED there.
         resume: Continue the comparison in the same folder where it stopped. You may add models, rates and seeds.
+        overwrite: Start again in the folder of an earlier comparison and remove what that wrote there. Without --out, in
+            that of the latest comparison with this name.
         quick: Use few examples, epochs, rates and seeds, to see how it works.
         json: Print only the results, as JSON, for scripts.
         cpu: Do not use a GPU.
@@ -116,21 +120,24 @@ def compare(
     recipe = _recipe(Recipe(data, split_words(models), read, model, training, extra={"documents": documents}), quick)
     plan = _plan(recipe, rates, seeds, quick)  # before the data are read, so that wrong names are reported at once
     accelerator = make_accelerator(recipe.training, cpu=cpu)
-    with claimed(run_folder(recipe, out, resume, accelerator, kind="compare-")) as folder:
+    with claimed(run_folder(recipe, out, resume, overwrite, accelerator, kind="compare-")) as folder:
         try:
             prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
+            if overwrite:
+                remove_old_run(folder, accelerator)
+            references = measure_references(recipe, prepared, accelerator, small=quick, console=console)
             bar = ComparisonBar(plan, "accuracy" if prepared.test.classes else "R²", console)
             with bar if accelerator.is_main_process else nullcontext():
                 observer = bar if accelerator.is_main_process else None
                 compared = compare_models(plan, recipe, prepared, folder, accelerator, resume=resume, observer=observer)
-                if not accelerator.is_main_process:
+                if references is None:  # not the main process
                     return
                 costs = _costs(compared, prepared, folder, accelerator, bar, quick)
         except KeyboardInterrupt:
             began = any(path.is_dir() for path in folder.iterdir())
-            advice = f"; continue with --out {folder} --resume" if began else " before the first run"
+            advice = f"; continue with --out {shlex.quote(str(folder))} --resume" if began else " before the first run"
             raise Interrupted(f"stopped{advice}") from None
-        comparison = Comparison(plan, recipe, prepared, compared, costs, _device(accelerator))
+        comparison = Comparison(plan, recipe, prepared, compared, references, costs, _device(accelerator))
         pictures = comparison.write(folder)
     if json:
         print((folder / JSON).read_text(encoding="utf-8"), end="")

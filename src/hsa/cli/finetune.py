@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,7 +121,8 @@ def finetune(
             train(network, tokenizer, examples, training, folder=out, watch=step)
         TextInput(read.text, read.label, read.join, training.max_tokens).save_in(network)
         save_finetuned(out, network, tokenizer)
-    console.print(Text(f"last loss {last[0]:.3f}\nmodel     {out}\n\nnext: hsa convert {out} FILE"), soft_wrap=True)
+    following = shlex.join(["hsa", "convert", str(out), "FILE"])
+    console.print(Text(f"last loss {last[0]:.3f}\nmodel     {out}\n\nnext: {following}"), soft_wrap=True)
 
 
 def _check_folder(out: Path, resume: bool) -> None:

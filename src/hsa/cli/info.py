@@ -79,6 +79,7 @@ def _version(package: str) -> str | None:
 
 
 def _backends() -> list[tuple[str, str]]:
+    """Return the backends of each operator with their devices, then each reason why some run on none, once."""
     import torch
 
     from hsa.attention.clustered.operator import ATTEND
@@ -92,20 +93,22 @@ def _backends() -> list[tuple[str, str]]:
         (hsa.energy, ENERGY),
     ]
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return [
-        (
-            operator.__name__,
-            "; ".join(f"{backend.name} {_where_it_runs(operator, backend, devices)}" for backend in backends),
-        )
-        for operator, backends in tables
-    ]
+    rows, refusals = [], dict[str, None]()
+    for operator, backends in tables:
+        words = []
+        for backend in backends:
+            runs, refused = _try_devices(operator, backend, devices)
+            words.append(f"{backend.name} ({', '.join(runs) or 'unavailable'})")
+            refusals |= {} if runs else dict.fromkeys(refused)
+        rows.append((operator.__name__, "; ".join(words)))
+    return rows + [("unavailable", reason) for reason in refusals]
 
 
-def _where_it_runs(operator: Any, backend: Backend, devices: list[str]) -> str:
-    """Return the devices on which a backend runs, or why it runs on none."""
+def _try_devices(operator: Any, backend: Backend, devices: list[str]) -> tuple[list[str], list[str]]:
+    """Return the devices on which a backend runs, and why it does not run on the others."""
     import torch
 
-    runs, refusals = [], []
+    runs, refused = [], []
     for device in devices:
         tree = hsa.Hierarchy.from_nested([[2, 3]]).to(device)
         q = torch.zeros(tree.num_leaves, 1, 16, device=device)
@@ -115,5 +118,5 @@ def _where_it_runs(operator: Any, backend: Backend, devices: list[str]) -> str:
             operator(*operands, structure, backend=backend.name)
             runs.append(device)
         except Unsupported as error:
-            refusals.append(str(error).splitlines()[-1].strip().removeprefix(f"{backend.name}: "))
-    return f"({', '.join(runs)})" if runs else f"(unavailable: {'; '.join(refusals)})"
+            refused.append(str(error).splitlines()[-1].strip())
+    return runs, refused

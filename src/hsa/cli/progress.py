@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from hsa.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+
+    from hsa.analysis.tables import TerminalTable
 
 Watch = Callable[[str, int, int], None]
 """Called with the name of a stage, how much of it is done, and its total."""
@@ -203,7 +205,7 @@ class TrainingBar:
         self.progress.stop()
 
 
-def print_results(console: Console, table: Table, lines: Iterable[str], *, soft_wrap: bool = False) -> None:
+def print_results(console: Console, table: TerminalTable, lines: Iterable[str], *, soft_wrap: bool = False) -> None:
     """Print the table of results, and lines of text below it."""
     from rich.text import Text
 
@@ -217,16 +219,16 @@ def print_results(console: Console, table: Table, lines: Iterable[str], *, soft_
 
 
 def print_paths(
-    console: Console, model: Path | None, report: Path, pictures: Iterable[Path] = (), following: str = ""
+    console: Console, model: Path | None, report: Path, pictures: Iterable[Path] = (), following: Iterable[object] = ()
 ) -> None:
-    """Print the paths of the results and the command to run next."""
+    """Print the paths of the results and the command to run next, given by its words."""
     from rich.text import Text
 
     lines = ["", *([] if model is None else [f"model     {model}"]), f"report    {report}"]
     if shown := ", ".join(map(str, pictures)):
         lines.append(f"pictures  {shown}")
-    if following:
-        lines.append(f"\nnext: {following}")
+    if command := shlex.join(map(str, following)):
+        lines.append(f"\nnext: {command}")
     for line in lines:
         console.print(Text(line), soft_wrap=True)  # paths stay whole, to be copied
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hsa.cli.progress import skipped_line
-from hsa.errors import InvalidInput
+from hsa.errors import InvalidInput, MissingExtra
 from hsa.registry import resolve
+from hsa.training.old_run import RUNS, remove_run
 from hsa.training.recipe import Recipe, load_recipe, overridden
 from hsa.training.tasks import task_of
 
@@ -19,12 +20,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hsa.training.data.prepare import PreparedData
+    from hsa.training.reference import References
 
 
 NAMED: ContextVar[frozenset[str]] = ContextVar("NAMED", default=frozenset())
 """Options on the command line, as Python keywords. They override a recipe even where they equal the default."""
-_RUNS = ("*/checkpoint.pt", "*/*/*/checkpoint.pt", "*/*/*/ended.json")
-"""Files in the folder of each run of `hsa train` and `hsa compare`, whether it finished or not."""
 
 
 def split_words(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -110,55 +110,93 @@ def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, co
     return prepared
 
 
-def run_folder(recipe: Recipe, out: Path | None, resume: bool, accelerator: Any = None, kind: str = "") -> Path:
+def measure_references(
+    recipe: Recipe, prepared: PreparedData, accelerator: Any, *, small: bool, console: Console
+) -> References | None:
+    """Return the references of the data, in the first process; None in the others, which write no report."""
+    from rich.text import Text
+
+    from hsa.training.reference import References, constant_answer
+    from hsa.training.text_baseline import WORDS, has_texts, train_on_words
+
+    if not accelerator.is_main_process:
+        return None
+    constant = constant_answer(prepared)
+    if not has_texts(prepared):
+        return References(constant)
+    try:
+        words = train_on_words(recipe.data, recipe.read, prepared, small=small)
+    except MissingExtra as error:
+        return References(constant, note=str(error))
+    console.print(Text(f"{WORDS}: accuracy {words.scores.main:.3f}", style="dim"))
+    return References(constant, words)
+
+
+def remove_old_run(folder: Path, accelerator: Any) -> None:
+    """Remove the run in a folder, in the first process; the others wait."""
+    if accelerator.is_main_process:
+        remove_run(folder)
+    accelerator.wait_for_everyone()
+
+
+def run_folder(
+    recipe: Recipe, out: Path | None, resume: bool, overwrite: bool, accelerator: Any = None, kind: str = ""
+) -> Path:
     """Return the folder of a training run, see `choose_folder`, the same in all processes of an accelerator.
 
     `kind` is a prefix of its default name.
     """
     name = kind + (task_of(recipe).own_data if recipe.data is None else recipe.data.stem)
     if accelerator is None or accelerator.num_processes == 1:
-        return choose_folder(name, out, resume, files=_RUNS)
+        return choose_folder(name, out, resume, overwrite, files=RUNS)
     from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
 
     # The first process chooses: it creates the folder, so that others would find its name taken.
-    chosen = [choose_folder(name, out, resume, files=_RUNS) if accelerator.is_main_process else None]
+    chosen = [choose_folder(name, out, resume, overwrite, files=RUNS) if accelerator.is_main_process else None]
     folder: Path = broadcast_object_list(chosen)[0]
     return folder
 
 
-def choose_folder(name: str, out: Path | None, resume: bool, *, files: Sequence[str]) -> Path:
-    """Return the folder of a run: a new one, so that no results are overwritten, or that of the run to resume.
+def choose_folder(
+    name: str, out: Path | None, resume: bool, overwrite: bool | None = None, *, files: Sequence[str]
+) -> Path:
+    """Return the folder of a run: a new one, so that no results are lost, or that of the run to resume or overwrite.
 
     Args:
-        name: Name of the folder in `runs`, without `out`. A new run gets a number if the name is taken; `resume` selects
-            the latest run of this name.
+        name: Name of the folder in `runs`, without `out`. A new run gets a number if the name is taken; `resume` and
+            `overwrite` select the latest run of this name.
         out: Folder that the user named.
+        resume: Whether to continue the run in the folder.
+        overwrite: Whether to start again in the folder; None for a command without this option.
         files: Patterns of the files that every run of this command has in its folder.
     """
+    if resume and overwrite:
+        raise InvalidInput("overwrite", got="both --resume and --overwrite", expected="one of them")
     if out is not None:
         exists = any(any(out.glob(pattern)) for pattern in files)
         if resume and not out.is_dir():
             raise InvalidInput(
                 str(out), problem="no such folder", expected="a run to resume", fix="Start without --resume"
             )
-        if exists and not resume:
+        if exists and not resume and not overwrite:
+            again = "" if overwrite is None else "--overwrite to start again, "
             raise InvalidInput(
                 str(out),
                 got="a folder with a run",
                 expected="a new folder",
-                fix="Pass --resume to continue that run, or another --out",
+                fix=f"Pass --resume to continue that run, {again}or another --out",
             )
         return out
     own = re.compile(re.escape(name) + r"(-\d+)?")
     taken = [path for path in Path("runs").glob("*") if own.fullmatch(path.name)]
-    if resume:
-        if not taken:
-            raise InvalidInput(
-                "resume",
-                problem=f"no run in runs/{name}",
-                expected="a run to resume",
-                fix="Start without --resume, or pass the folder of the run as --out",
-            )
+    if resume and not taken:
+        raise InvalidInput(
+            "resume",
+            problem=f"no run in runs/{name}",
+            expected="a run to resume",
+            fix="Start without --resume, or pass the folder of the run as --out",
+        )
+    if taken and (resume or overwrite):
         return max(taken, key=lambda path: path.stat().st_mtime)
     numbered = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, len(taken) + 2))
     return next(path for path in numbered if not path.exists())

@@ -16,8 +16,8 @@ HEADS = "Research: head fusion and entmax"
 MATCH3 = "Research: three-way attention (--task match3)"
 
 TOPICS: dict[str, tuple[str, ...]] = {
-    OWN: ("task", "models", "out", "resume", "quick", "json", "seed"),
-    DATA: ("text", "label", "number", "image", "validation", "test"),
+    OWN: ("task", "models", "out", "resume", "overwrite", "quick", "json", "seed"),
+    DATA: ("text", "label", "number", "image", "validation", "test", "example"),
     INPUTS: ("word_vectors", "encoder", "image_encoder"),
     MODEL: (),
     TRAINING: (),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -13,7 +12,15 @@ from hsa.baselines.options import DocumentOptions
 from hsa.cli.defaults import defaults_by_task, task_defaults
 from hsa.cli.help import HelpPage
 from hsa.cli.progress import TrainingBar, print_paths, print_results
-from hsa.cli.runs import complete_recipe, read_data, refuse_time_limit, run_folder, split_words
+from hsa.cli.runs import (
+    complete_recipe,
+    measure_references,
+    read_data,
+    refuse_time_limit,
+    remove_old_run,
+    run_folder,
+    split_words,
+)
 from hsa.cli.topics import DATA, DOCUMENTS, LANGUAGE, MATCH3, MODEL, SEQ2SEQ, TOPICS, TRAINING
 from hsa.models.options import ModelOptions
 from hsa.research.match3.options import Match3Options
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from hsa.training.data.prepare import PreparedData
     from hsa.training.experiment import Result
     from hsa.training.failures import NoResult
+    from hsa.training.reference import References
 
 HELP = HelpPage(
     examples={
@@ -53,6 +61,7 @@ def train(
     out: Path | None = None,
     models: tuple[str, ...] = Recipe.models,
     resume: bool = False,
+    overwrite: bool = False,
     quick: bool = False,
     cpu: bool = False,
     fsdp: bool = False,
@@ -94,7 +103,10 @@ def train(
             transformer-xl; NAME+FUSION fuses the heads of NAME in another way, such as hierarchical+talking. Language
             models: multiscale, clustered, flat, transformer-xl. Encoders of seq2seq: hierarchical, multiscale, clustered,
             flat.
-        resume: Continue the run in the same folder where it stopped.
+        resume: Continue the run in the same folder where it stopped. More --epochs than before continue a finished run too;
+            the learning rate then follows the schedule of the new number.
+        overwrite: Start again in the folder of an earlier run and remove what that run wrote there. Without --out, in that
+            of the latest run with this name.
         quick: Use few examples, at most 4 epochs and a width of at most 64, to see how it works.
         cpu: Do not use a GPU.
         fsdp: Shard the model over processes (FSDP2).
@@ -109,20 +121,29 @@ def train(
     if recipe.read.task == "lm":
         from hsa.cli.train_lm import run_lm
 
-        with claimed(run_folder(recipe, out, resume)) as folder:
-            run_lm(recipe, folder, resume=resume, cpu=cpu, fsdp=fsdp, console=console)
+        with claimed(run_folder(recipe, out, resume, overwrite)) as folder:
+            run_lm(recipe, folder, resume=resume, overwrite=overwrite, cpu=cpu, fsdp=fsdp, console=console)
         return
     if recipe.read.task == "seq2seq":
         from hsa.cli.train_seq2seq import run_seq2seq
 
-        with claimed(run_folder(recipe, out, resume)) as folder:
-            run_seq2seq(recipe, folder, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
+        own = {"resume": resume, "overwrite": overwrite, "quick": quick, "cpu": cpu, "fsdp": fsdp}
+        with claimed(run_folder(recipe, out, resume, overwrite)) as folder:
+            run_seq2seq(recipe, folder, **own, console=console)
         return
-    _run(recipe, out, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
+    _run(recipe, out, resume=resume, overwrite=overwrite, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
 
 
 def _run(
-    recipe: Recipe, out: Path | None, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
+    recipe: Recipe,
+    out: Path | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    quick: bool,
+    cpu: bool,
+    fsdp: bool,
+    console: Console,
 ) -> None:
     from hsa.training.accelerator import make_accelerator
     from hsa.training.experiment import check_models, train_models
@@ -132,9 +153,12 @@ def _run(
     accelerator = make_accelerator(recipe.training, fsdp=fsdp, cpu=cpu)
     main = accelerator.is_main_process
     failed: dict[str, NoResult] = {}
-    with claimed(run_folder(recipe, out, resume, accelerator)) as folder:
+    with claimed(run_folder(recipe, out, resume, overwrite, accelerator)) as folder:
         prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
+        if overwrite:
+            remove_old_run(folder, accelerator)
         score = "accuracy" if prepared.train.classes else "R²"
+        references = measure_references(recipe, prepared, accelerator, small=quick, console=console)
         results = train_models(
             recipe.models,
             recipe.model,
@@ -147,8 +171,8 @@ def _run(
             watch=(lambda name: TrainingBar(name, score, console)) if main else None,
             on_failure=failed.__setitem__,
         )
-        if main and results:
-            _report(console, recipe, prepared, results, failed, folder)
+        if references is not None and results:
+            _report(console, recipe, prepared, results, failed, references, folder)
     complain(failed)
 
 
@@ -158,25 +182,27 @@ def _report(
     prepared: PreparedData,
     results: list[Result],
     failed: dict[str, NoResult],
+    references: References,
     folder: Path,
 ) -> None:
     from hsa.training.report import report_lines, result_table, summary, write_report
 
-    pictures = write_report(folder, recipe, prepared, results, failed)
-    meaning = summary(recipe, prepared, results)
-    lines = [*report_lines(prepared, results), *(["", meaning] if meaning else [])]
-    print_results(console, result_table(results, failed), lines)
+    pictures = write_report(folder, recipe, prepared, results, failed, references)
+    lines = report_lines(prepared, results, references)
+    if meaning := summary(recipe, prepared, results):
+        lines += ["", meaning]
+    print_results(console, result_table(results, failed, references), lines)
     model = folder / results[0].model
-    following = f"hsa predict {model} {_data_to_predict(recipe, prepared)}"
+    following: tuple[object, ...] = ("hsa", "predict", model, *_data_to_predict(recipe, prepared))
     if prepared.input_spec.kind == "generated":
-        following = "hsa train YOUR.csv --text COLUMN --label COLUMN"
+        following = ("hsa", "train", "YOUR.csv", "--text", "COLUMN", "--label", "COLUMN")
     print_paths(console, model, folder / "report.md", pictures, following)
 
 
-def _data_to_predict(recipe: Recipe, prepared: PreparedData) -> str:
-    """Return an example of data that `hsa predict` can read."""
+def _data_to_predict(recipe: Recipe, prepared: PreparedData) -> list[str]:
+    """Return an example of data that `hsa predict` can read, as words of its command line."""
     if prepared.input_spec.kind != "rows":
-        return {"python": "FILE.py", "news": "FILE"}.get(prepared.input_spec.kind, str(recipe.data))
+        return [{"python": "FILE.py", "news": "FILE"}.get(prepared.input_spec.kind, str(recipe.data))]
     own, usual = asdict(recipe.read), TableFormat()
     named = {name: own[name] for name in ("delimiter", "encoding") if own[name] != getattr(usual, name)}
-    return " ".join([str(recipe.data), *(f"--{name} {quote(value)}" for name, value in named.items())])
+    return [str(recipe.data), *(word for name, value in named.items() for word in (f"--{name}", value))]

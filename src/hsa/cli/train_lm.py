@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hsa.cli.progress import TrainingBar, print_paths, print_results, refuse_several_processes
 from hsa.errors import InvalidInput
+from hsa.training.old_run import remove_run
 from hsa.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from hsa.training.language_model.experiment import LmResult
 
 
-def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool, console: Console) -> None:
+def run_lm(
+    recipe: Recipe, folder: Path, *, resume: bool, overwrite: bool, cpu: bool, fsdp: bool, console: Console
+) -> None:
     """Read the text, train every model of the recipe, and write and print the report."""
     from rich.text import Text
 
@@ -44,6 +47,9 @@ def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool,
     sizes = ", ".join(f"{len(tokens):,} to {verb}" for verb, tokens in parts.items())
     console.print(Text(f"{data.name}: {data.characters / 1e6:,.1f} M characters; tokens: {sizes}"))
     console.print(Text(f"results go to {folder}", style="dim"))
+    if overwrite:
+        _check_start(recipe.language.init_from, folder)
+        remove_run(folder)
     failed: dict[str, NoResult] = {}
     results = compare_language_models(
         recipe.models,
@@ -63,6 +69,13 @@ def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool,
     complain(failed)
 
 
+def _check_start(start: Path | None, folder: Path) -> None:
+    """Raise an error if the initial weights are in the folder that will be overwritten."""
+    if start is not None and start.resolve().is_relative_to(folder.resolve()):
+        got = f"{start}, which --overwrite would remove"
+        raise InvalidInput("init_from", got=got, expected="a run in another folder", fix="Pass another --out")
+
+
 def _report(
     console: Console,
     recipe: Recipe,
@@ -76,4 +89,4 @@ def _report(
     pictures = write_lm_report(folder, recipe, data, results, failed)
     print_results(console, lm_table(results, failed), lm_lines(results))
     model = folder / results[0].model
-    print_paths(console, model, folder / "report.md", pictures, f'hsa generate {model} --prompt "The"')
+    print_paths(console, model, folder / "report.md", pictures, ("hsa", "generate", model, "--prompt", "The"))

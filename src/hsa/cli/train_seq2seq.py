@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hsa.cli.progress import TrainingBar, print_paths, print_results, refuse_several_processes, skipped_line
+from hsa.training.old_run import remove_run
 from hsa.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -13,7 +14,15 @@ if TYPE_CHECKING:
 
 
 def run_seq2seq(
-    recipe: Recipe, folder: Path, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool,
+    overwrite: bool,
+    quick: bool,
+    cpu: bool,
+    fsdp: bool,
+    console: Console,
 ) -> None:
     """Read the data, train every model of the recipe, and write and print the report."""
     import torch
@@ -50,6 +59,8 @@ def run_seq2seq(
     if data.skipped:
         console.print(Text(skipped_line(data.skipped), style="yellow"))
     console.print(Text(f"results go to {folder}", style="dim"))
+    if overwrite:
+        remove_run(folder)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() and not cpu else None
     failed: dict[str, NoResult] = {}
     results = compare_seq2seq(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from hsa.errors import InvalidInput
+from hsa.errors import HsaWarning, InvalidInput
 from hsa.files import load_state, save_state
 from hsa.models.saved import check_fits
 from hsa.plain_values import check_fields, from_plain
@@ -91,7 +93,12 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def resume(
-    path: Path, training: dict[str, Any], kind: type[T], model: nn.Module, optimizer: torch.optim.Optimizer
+    path: Path,
+    training: dict[str, Any],
+    kind: type[T],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    growing: Collection[str] = (),
 ) -> tuple[T, dict[str, Any]]:
     """Load a checkpoint to continue a run.
 
@@ -100,6 +107,7 @@ def resume(
         training: Options and digests of the data that must equal those of the checkpoint.
         kind: Dataclass of the state of the run.
         model, optimizer: Model and optimizer to restore.
+        growing: Options that may be larger than those of the checkpoint.
 
     Returns:
         The state of the run, and the whole progress that was saved.
@@ -111,7 +119,7 @@ def resume(
     progress = content["progress"]
     check_fields(progress, ("state", "training"), f"{path}: progress")
     check_fields(progress["training"], (), f"{path}: progress: training")
-    check_same(path, progress["training"], training)
+    check_same(path, progress["training"], training, growing)
     state = from_plain(kind, progress["state"], f"{path}: progress: state")
     if progress.get("best_weights") is not None:
         check_fits(str(path), progress["best_weights"], _own_weights(model))
@@ -147,13 +155,38 @@ def _own_weights(model: nn.Module) -> dict[str, Any]:
     return {name.removeprefix("module."): tensor for name, tensor in model.state_dict().items()}
 
 
-def check_same(path: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise an error if a checkpoint was trained with other options or data than the run that resumes it."""
+def warn_longer(run: Path, was: int, now: int, unit: str, rate: float, ended: str | None = None) -> None:
+    """Warn that a run goes on for longer than it was started for, which changes its learning rates.
+
+    Args:
+        run: Folder of the run.
+        was, now: Total length as it was started, and as it is now.
+        unit: Unit of the length, such as "epochs".
+        rate: Learning rate of the next step.
+        ended: Option that ended the run early, after which it does not go on; None if it goes on.
+    """
+    text = f"ended before its {was:,} {unit} because of {ended}, so that more {unit} do not continue it"
+    if ended is None:
+        text = (
+            f"continues to {now:,} {unit} instead of {was:,}. From here the learning rate follows the schedule of {now:,} "
+            f"{unit} ({rate:.2g} now), so the result differs from {now:,} {unit} in one run"
+        )
+    warnings.warn(f"{run}: {text}", HsaWarning, stacklevel=2)
+
+
+def check_same(path: Path, was: dict[str, Any], now: dict[str, Any], growing: Collection[str] = ()) -> None:
+    """Raise an error if a checkpoint was trained with other options or data than the run that resumes it.
+
+    Options in `growing` may be larger now.
+    """
     for name in (*now, *was):
-        if was.get(name) == now.get(name):
+        may_grow = name in growing and isinstance(was.get(name), int)
+        if was.get(name) == now.get(name) or (may_grow and was[name] < now[name]):
             continue
         expected, got = f"{name} = {now.get(name)}", f"a checkpoint trained with {name} = {was.get(name)}"
         if name == "data":  # digests, which tell a user nothing
             expected, got = "a checkpoint of a run on these data", "a checkpoint of a run on other data"
         fix = "Resume with the options and the data of the first start, or train into another folder"
+        if may_grow:
+            expected, got = f"{name} = {was[name]} or more, as in the checkpoint", f"{name} = {now[name]}"
         raise InvalidInput(str(path), got=got, expected=expected, fix=fix)

@@ -6,29 +6,28 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hsa.analysis.cost_plots import Cost, cost_table, plot_costs
 from hsa.analysis.frontier import on_frontier
-from hsa.analysis.tables import markdown_table, terminal_table
+from hsa.analysis.tables import TerminalTable, markdown_table, terminal_table
 from hsa.files import write_json, write_text
 from hsa.models.registry import configure
 from hsa.training.compare import Compared, Plan
 from hsa.training.data.prepare import PreparedData
 from hsa.training.experiment import Result
 from hsa.training.failures import SMALLER
+from hsa.training.learning import unlearned_lines, why_unlearned
 from hsa.training.recipe import Recipe
-from hsa.training.report import fewer_operations, options_section, significance
-from hsa.training.significance import margin
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from hsa.training.reference import Reference, References
+from hsa.training.report import describe_gain, fewer_operations, format_known, options_section, words_lines
 
 JSON = "comparison.json"
 CAPTION = (
     "±: standard deviation over seeds; operations: attention operations per test example, all layers; train s: per run; "
     "test ms: per example; MiB: peak memory in training; on the frontier: costs for which no other model is better"
 )
+_OPTIONAL = ("MiB", "parameters", "rate", "F1", "error")
 _SAME_SIZE = 0.02
 """Relative difference in parameters below which models count as equally large."""
 
@@ -42,6 +41,7 @@ class Comparison:
         recipe: Options of data, models and training.
         prepared: Data.
         compared: Runs of every model.
+        references: Scores of simple answers on the same data.
         costs: Costs by document length; empty if not measured.
         device: Description of the device.
     """
@@ -50,6 +50,7 @@ class Comparison:
     recipe: Recipe
     prepared: PreparedData
     compared: Sequence[Compared]
+    references: References
     costs: Sequence[Cost] = ()
     device: str = "this CPU"
 
@@ -86,8 +87,8 @@ class Comparison:
 
     def columns(self) -> tuple[list[str], list[list[str]]]:
         """Return the header and the rows of the table."""
-        second = "F1" if self.prepared.test.classes else "error"
-        header = ["model", "parameters", "rate", self.score, second, "operations", "train s", "test ms", "MiB"]
+        shown = self.references.constant.scores.shown
+        header = ["model", "parameters", "rate", *shown, "operations", "train s", "test ms", "MiB"]
         frontiers = self.frontiers()
         rows = []
         for model in self.compared:
@@ -110,49 +111,58 @@ class Comparison:
                     ", ".join(frontiers[model.model]) or "–",
                 ]
             )
-        return [*header, "on the frontier"], rows
+        return [*header, "on the frontier"], rows + list(map(self._reference_row, self.references.all))
+
+    def _reference_row(self, reference: Reference) -> list[str]:
+        return [
+            reference.name,
+            format_known(reference.parameters, ","),
+            "–",
+            *(f"{score:.4f}" for score in reference.scores.shown.values()),
+            "–",
+            format_known(reference.training_seconds, ".1f"),
+            format_known(self._per_example(reference), ".2f"),
+            "–",
+            "–",
+        ]
+
+    def _per_example(self, reference: Reference) -> float | None:
+        """Return the mean time per test example in milliseconds."""
+        return None if reference.test_seconds is None else 1e3 * reference.test_seconds / len(self.prepared.test)
 
     def _second(self, result: Result) -> float:
         scores = result.scores
         score = scores.f1 if self.prepared.test.classes else scores.mean_absolute_error
         return float(score or 0.0)
 
-    def table(self) -> Table:
+    def table(self) -> TerminalTable:
         """Return the table for the terminal."""
-        return terminal_table(*self.columns(), CAPTION)
+        return terminal_table(*self.columns(), CAPTION, _OPTIONAL)
 
     def findings(self) -> list[str]:
-        """Return the differences between the first model and the others, the frontier, and remarks, one line each."""
+        """Return models that learned nothing, the gains of the first model, the frontier, and remarks, one line each."""
         lines = []
         if self.finished:
+            constant = self.references.constant
+            reasons = {m.model: why_unlearned(m.results, self.prepared, constant) for m in self.finished}
+            lines = unlearned_lines(reasons, self.prepared, "other --rates")
             first, *others = self.finished
-            lines += [self._against(first, other) for other in others]
-            cost = next(iter(self.cost_of))
-            best = [name for name, costs in self.frontiers().items() if cost in costs]
-            lines.append(f"on the frontier of {self.score} and {cost} time: {', '.join(best)}")
+            lines += [self._against(first, o) for o in others if None in (reasons[first.model], reasons[o.model])]
+            lines += words_lines(first.model, first.scores, self.references, self.prepared)
+            if None in reasons.values():
+                cost = next(iter(self.cost_of))
+                best = [name for name, costs in self.frontiers().items() if cost in costs]
+                lines.append(f"on the frontier of {self.score} and {cost} time: {', '.join(best)}")
         return lines + self._remarks()
 
     def _against(self, first: Compared, other: Compared) -> str:
-        classes, n = bool(self.prepared.test.classes), len(self.prepared.test)
-        better = statistics.fmean(first.scores) - statistics.fmean(other.scores)
-        chance = margin(first.scores, other.scores, n if classes else None)
-        unit = 100 if classes else 1
-        gained = f"{unit * better:+.1f} points" if classes else f"R² {better:+.3f}"
-        seeds = min(len(first.scores), len(other.scores))
-        basis = f"{seeds} seeds" if seeds > 1 else "one seed"
-        if classes:
-            basis = f"{n:,} test examples and {basis}"
-        if chance is None:
-            sure = "significance unknown: one seed"
-        else:
-            shown = f"{unit * chance:.1f}" if classes else f"{chance:.3f}"
-            sure = f"{significance(better, chance)}: 95% margin ± {shown} with {basis}"
         ratio = first.training_seconds / other.training_seconds
         time = f"trains {ratio:.1f} × slower" if ratio > 1 else f"trains {1 / ratio:.1f} × faster"
         if abs(ratio - 1) <= 0.05:
             time = "equal training time"
         operations = fewer_operations(first.operations, other.operations)
-        return f"{first.model} against {other.model}: {gained} ({sure}){operations}, {time}"
+        gain = describe_gain(first.scores, other.scores, self.prepared)
+        return f"{first.model} against {other.model}: {gain}{operations}, {time}"
 
     def _remarks(self) -> list[str]:
         """Return limitations of the comparison, one line each."""
@@ -212,12 +222,22 @@ class Comparison:
             "rates": list(self.plan.rates),
             "seeds": list(self.plan.seeds),
             "models": [self._model_json(model) for model in self.compared],
+            "references": [self._reference_json(reference) for reference in self.references.all],
             "findings": self.findings(),
             "costs": [
                 {"model": c.kind, "length": c.length, "operations": c.operations, "seconds": c.seconds}
                 for c in self.costs
             ],
             "options": {name: value for name, value in options.items() if name not in ("learning_rate", "seed")},
+        }
+
+    def _reference_json(self, reference: Reference) -> dict[str, Any]:
+        return {
+            "name": reference.name,
+            **{name: score for name, score in asdict(reference.scores).items() if score is not None},
+            "parameters": reference.parameters,
+            "training_seconds": reference.training_seconds,
+            "test_milliseconds": self._per_example(reference),
         }
 
     def _model_json(self, model: Compared) -> dict[str, Any]:

@@ -126,9 +126,12 @@ def train_model(
     accelerator: Any,
     *,
     resume: bool = False,
+    longer: bool = False,
     watcher: Watcher | None = None,
 ) -> Result:
     """Train, test and save one model. With `resume`, continue an unfinished run and load the result of a finished one.
+
+    With `longer`, the options may ask for more epochs than when the run began, and a finished run is continued.
 
     Raises:
         NoResult: The model diverged or ran out of memory.
@@ -152,8 +155,8 @@ def train_model(
         watcher=watcher,
     )
     if resumes:
-        trainer.resume()
-    if resume and (folder / RESULT).is_file():
+        trainer.resume(longer=longer)
+    if resume and (folder / RESULT).is_file() and (trainer.is_over or not resumes):
         return Result.load(folder)
     history = trainer.fit()
     evaluation = trainer.evaluate(prepared.test)
@@ -218,7 +221,7 @@ def train_models(
 
     results = []
     for name, config in configs.items():
-        own: Any = {"resume": resume, "watcher": watch(name) if watch else None}
+        own: Any = {"resume": resume, "longer": True, "watcher": watch(name) if watch else None}
         with reported(name, on_failure):
             results.append(train_model(name, config, prepared, options, folder / name, accelerator, **own))
     if accelerator.is_main_process:

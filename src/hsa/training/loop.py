@@ -81,6 +81,7 @@ class Progress:
 
     epoch: int = 0
     step: int = 0  # within the epoch
+    epoch_steps: int = 0  # of this epoch
     loss_sum: float = 0.0
     epoch_seconds: float = 0.0
     seconds: float = 0.0  # training time of all epochs
@@ -159,14 +160,25 @@ class Trainer:
     def total_steps(self) -> int:
         return self.steps_per_epoch * self.options.epochs
 
-    def resume(self) -> None:
-        """Load the checkpoint in the folder, to continue from there."""
+    def resume(self, *, longer: bool = False) -> None:
+        """Load the checkpoint in the folder, to continue from there.
+
+        Args:
+            longer: Whether the options may ask for more epochs than when the run began. The learning rate then follows the
+                schedule of the new number, and a warning says so.
+        """
         if self.path is None:
             raise InvalidInput("folder", problem="not given", expected="a folder with a checkpoint to resume from")
         now = fingerprint(self.config, self.options, self.train, self.validation)
         optimizer = self.optimizer.optimizer
-        self.progress, saved = checkpoint.resume(self.path, now, Progress, self.model, optimizer)
+        growing = ("epochs",) if longer else ()
+        self.progress, saved = checkpoint.resume(self.path, now, Progress, self.model, optimizer, growing)
         self.best_weights = saved.get("best_weights")
+        was = saved["training"]["epochs"]
+        if was < self.options.epochs and self.accelerator.is_main_process:
+            early = "--minutes" if self._time_share() >= 1 else "--patience"
+            ended = early if self.is_over and not self.progress.step else None
+            checkpoint.warn_longer(self.path.parent, was, self.options.epochs, "epochs", self._learning_rate(), ended)
 
     def fit(self) -> list[EpochRecord]:
         """Train to the end, or until validation stops improving.
@@ -179,7 +191,7 @@ class Trainer:
         try:
             with running(self.path, self.model) as stop:
                 self._warm_up()
-                while state.step or not self._is_over():  # an epoch in progress is always finished and validated
+                while state.step or not self.is_over:  # an epoch in progress is always finished and validated
                     whole = self._train_epoch(stop)
                     if (peak := memory.so_far()) is not None:  # without the memory of validation
                         state.peak_memory = max(peak, state.peak_memory or 0.0)
@@ -197,7 +209,7 @@ class Trainer:
     def _warm_up(self) -> None:
         """Run one throwaway step so that first-call overhead is not billed to the model."""
         state = self.progress
-        batches = [] if self._is_over() else self._epoch_batches(state.epoch)[state.step :]
+        batches = [] if self.is_over else self._epoch_batches(state.epoch)[state.step :]
         if not batches:
             return
         self.model.train()
@@ -207,7 +219,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         float(loss)  # wait for the device
 
-    def _is_over(self) -> bool:
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to train."""
         state, patience = self.progress, self.options.patience
         waited = bool(patience) and state.best_epoch >= 0 and state.epoch - 1 - state.best_epoch >= patience
         return waited or state.epoch >= self.options.epochs or self._time_share() >= 1
@@ -224,10 +238,11 @@ class Trainer:
         """Train the rest of the epoch, or until the time is up; return False if interrupted."""
         state, longest = self.progress, 60 * self.options.checkpoint_minutes
         self.model.train()
-        batches = self._epoch_batches(state.epoch)[state.step :]
+        batches = self._epoch_batches(state.epoch)
+        state.epoch_steps = len(batches)
         running: list[Tensor] = []
         began = saved = time.monotonic()
-        with closing(prefetched(partial(self._load, self.train), batches)) as loaded:
+        with closing(prefetched(partial(self._load, self.train), batches[state.step :])) as loaded:
             for batch, targets, weights in loaded:
                 running.append(self._step(batch, targets, weights))
                 state.step += 1
@@ -235,7 +250,7 @@ class Trainer:
                 began = self._count_time(began)
                 over = self._time_share() >= 1
                 mean = None
-                if len(running) == _CHECK_EVERY or due or stopping or over or state.step == self.steps_per_epoch:
+                if len(running) == _CHECK_EVERY or due or stopping or over or state.step == state.epoch_steps:
                     mean = self._check_losses(running)
                     began = self._count_time(began)
                 done = min(self.total_steps, math.floor(self._steps_done()))
@@ -405,9 +420,13 @@ class Trainer:
         return batches_by_tokens(self.train.lengths, self.options.batch_tokens, self.options.batch_size, order)
 
     def _epoch_batches(self, epoch: int) -> list[np.ndarray]:
-        """Return `steps_per_epoch` batches; if the shuffled batches are fewer, the largest are halved."""
+        """Return `steps_per_epoch` batches; if the shuffled batches are fewer, the largest are halved.
+
+        An epoch that has begun keeps its number of batches, which more epochs than at its beginning could change.
+        """
         batches = self._shuffled_batches(epoch)
-        while len(batches) < self.steps_per_epoch:
+        steps = self.progress.epoch_steps if self.progress.step else 0
+        while len(batches) < (steps or self.steps_per_epoch):
             largest = max(range(len(batches)), key=lambda i: len(batches[i]))
             batches[largest : largest + 1] = np.array_split(batches[largest], 2)
         return batches

@@ -19,6 +19,13 @@ class Scores:
     mean_absolute_error: float | None = None
 
     @property
+    def shown(self) -> dict[str, float]:
+        """Scores by their names in tables."""
+        if self.accuracy is not None:
+            return {"accuracy": self.accuracy, "F1": self.f1 or 0.0}
+        return {"R²": self.r2 or 0.0, "error": self.mean_absolute_error or 0.0}
+
+    @property
     def main(self) -> float:
         """Score that models and epochs are selected by: accuracy or R²."""
         return float(self.accuracy if self.accuracy is not None else self.r2 or 0.0)

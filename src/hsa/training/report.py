@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hsa.analysis.sparsity import HEADER
 from hsa.analysis.sparsity import rows as rows_of_levels
-from hsa.analysis.tables import markdown_table, terminal_table
+from hsa.analysis.tables import TerminalTable, markdown_table, terminal_table
 from hsa.errors import HsaWarning
-from hsa.files import write_text
+from hsa.files import write_json, write_text
 from hsa.models.registry import explanation_of
 from hsa.models.saved import load_model
 from hsa.registry import resolve
@@ -22,13 +24,13 @@ from hsa.signals.domains import Table
 from hsa.training.data.prepare import PreparedData
 from hsa.training.experiment import Result
 from hsa.training.failures import NoResult, lines_of, rows_without_results
+from hsa.training.learning import unlearned_lines, why_unlearned
 from hsa.training.recipe import Recipe
+from hsa.training.reference import Reference, References
 from hsa.training.significance import margin
 from hsa.training.tasks import task_of
 
-if TYPE_CHECKING:
-    from rich.table import Table as TextTable
-
+_OPTIONAL = ("epochs", "parameters", "test s")
 _TREE_LEAVES = 240  # largest tree that is legible in a plot
 _MATRIX_LEAVES = 4096  # largest example whose attention matrix is computed
 _SPARSITY = (
@@ -38,32 +40,47 @@ _SPARSITY = (
 )
 
 
-def columns(results: list[Result], failed: Mapping[str, NoResult]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table of results."""
-    classes = results[0].scores.accuracy is not None
-    scores = ["accuracy", "F1"] if classes else ["R²", "error"]
-    header = ["model", "parameters", *scores, "operations", "train s", "test s", "epochs"]
-    rows = []
-    for r in results:
-        numbers = (r.scores.accuracy, r.scores.f1) if classes else (r.scores.r2, r.scores.mean_absolute_error)
-        rows.append(
-            [
-                r.model,
-                f"{r.parameters:,}",
-                *(f"{number:.4f}" for number in numbers),
-                f"{r.operations / 1e6:.2f} M" if r.operations else "0",
-                f"{r.training_seconds:.1f}",
-                f"{r.test_seconds:.1f}",
-                str(r.epochs),
-            ]
-        )
-    return header, rows + rows_without_results(failed, len(header))
+def columns(
+    results: list[Result], failed: Mapping[str, NoResult], references: References
+) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of the table of results, with the references at the end."""
+    header = ["model", "parameters", *results[0].scores.shown, "operations", "train s", "test s", "epochs"]
+    rows = [
+        [
+            r.model,
+            f"{r.parameters:,}",
+            *(f"{score:.4f}" for score in r.scores.shown.values()),
+            f"{r.operations / 1e6:.2f} M" if r.operations else "0",
+            f"{r.training_seconds:.1f}",
+            f"{r.test_seconds:.1f}",
+            str(r.epochs),
+        ]
+        for r in results
+    ]
+    return header, rows + rows_without_results(failed, len(header)) + list(map(_reference_row, references.all))
 
 
-def result_table(results: list[Result], failed: Mapping[str, NoResult]) -> TextTable:
+def _reference_row(reference: Reference) -> list[str]:
+    return [
+        reference.name,
+        format_known(reference.parameters, ","),
+        *(f"{score:.4f}" for score in reference.scores.shown.values()),
+        "–",
+        format_known(reference.training_seconds, ".1f"),
+        format_known(reference.test_seconds, ".1f"),
+        "–",
+    ]
+
+
+def format_known(number: float | None, form: str) -> str:
+    """Format a number; a dash for None."""
+    return "–" if number is None else format(number, form)
+
+
+def result_table(results: list[Result], failed: Mapping[str, NoResult], references: References) -> TerminalTable:
     """Return the table of results for the terminal."""
-    header, rows = columns(results, failed)
-    return terminal_table(header, rows, _caption(header))
+    header, rows = columns(results, failed, references)
+    return terminal_table(header, rows, _caption(header), _OPTIONAL)
 
 
 def _caption(header: list[str]) -> str:
@@ -71,22 +88,39 @@ def _caption(header: list[str]) -> str:
     return f"{score}; operations: attention operations per test example, all layers; test s: all test examples"
 
 
-def report_lines(prepared: PreparedData, results: list[Result]) -> list[str]:
-    """Return one line per other model: the difference of the first model's score, and whether it is significant."""
-    first, lines = results[0], []
-    for other in results[1:]:
-        if first.scores.accuracy is None or other.scores.accuracy is None:
-            better = first.scores.main - other.scores.main
+def report_lines(prepared: PreparedData, results: list[Result], references: References) -> list[str]:
+    """Return the findings, one line each: models that learned nothing, and what the first gains over the others.
+
+    Two models that learned nothing are not compared.
+    """
+    reasons = {r.model: why_unlearned([r], prepared, references.constant) for r in results}
+    lines = unlearned_lines(reasons, prepared, "another --learning-rate")
+    first, *others = results
+    for other in others:
+        if None in (reasons[first.model], reasons[other.model]):
+            gain = describe_gain([first.scores.main], [other.scores.main], prepared)
             cheaper = fewer_operations(first.operations, other.operations)
-            lines.append(f"{first.model} against {other.model}: R² {better:+.3f}{cheaper}")
-            continue
-        a, b, n = first.scores.accuracy, other.scores.accuracy, len(prepared.test)
-        chance = margin([a], [b], n) or 0.0
-        lines.append(
-            f"{first.model} against {other.model}: {100 * (a - b):+.1f} points "
-            f"({significance(a - b, chance)}: 95% margin ± {100 * chance:.1f} with {n:,} test examples and one seed)"
-            f"{fewer_operations(first.operations, other.operations)}"
-        )
+            lines.append(f"{first.model} against {other.model}: {gain}{cheaper}")
+    return lines + words_lines(first.model, [first.scores.main], references, prepared)
+
+
+def words_lines(model: str, scores: Sequence[float], references: References, prepared: PreparedData) -> list[str]:
+    """Return the gain of a model over logistic regression on words, and advice if that is better beyond chance.
+
+    Args:
+        model: Name of the model.
+        scores: Its main scores, one per seed.
+        references: References of the data.
+        prepared: Data of the run.
+    """
+    if references.words is None:
+        return [] if references.note is None else [references.note]
+    name, words = references.words.name, references.words.scores.main
+    lines = [f"{model} against {name}: {describe_gain(scores, words, prepared)}"]
+    chance = margin(scores, words, len(prepared.test)) or 0.0
+    if words - statistics.fmean(scores) > chance:
+        advice = "" if prepared.input_spec.encoder else "; a pre-trained text encoder may beat both: --encoder MODEL"
+        lines.append(f"{name} is better than {model} beyond chance{advice}")
     return lines
 
 
@@ -94,6 +128,29 @@ def summary(recipe: Recipe, prepared: PreparedData, results: list[Result]) -> st
     """Return what the results mean, if the task or example knows; otherwise an empty text."""
     function = task_of(recipe).summary
     return "" if function is None else str(resolve(function)(prepared, results))
+
+
+def describe_gain(first: Sequence[float], second: Sequence[float] | float, prepared: PreparedData) -> str:
+    """Return the difference of two mean scores, and whether it is significant.
+
+    Args:
+        first, second: Main scores as in `margin`.
+        prepared: Data of the run.
+    """
+    classes, n = bool(prepared.test.classes), len(prepared.test)
+    others = [second] if isinstance(second, float) else second
+    better = statistics.fmean(first) - statistics.fmean(others)
+    chance = margin(first, second, n if classes else None)
+    unit = 100 if classes else 1
+    gained = f"{unit * better:+.1f} points" if classes else f"R² {better:+.3f}"
+    if chance is None:
+        return f"{gained} (significance unknown: one seed)"
+    seeds = len(first) if isinstance(second, float) else min(len(first), len(others))
+    basis = f"{seeds} seeds" if seeds > 1 else "one seed"
+    if classes:
+        basis = f"{n:,} test examples and {basis}"
+    shown = f"{unit * chance:.1f}" if classes else f"{chance:.3f}"
+    return f"{gained} ({significance(better, chance)}: 95% margin ± {shown} with {basis})"
 
 
 def significance(difference: float, margin: float) -> str:
@@ -113,9 +170,14 @@ def fewer_operations(first: float, other: float) -> str:
 
 
 def write_report(
-    folder: Path, recipe: Recipe, prepared: PreparedData, results: list[Result], failed: Mapping[str, NoResult]
+    folder: Path,
+    recipe: Recipe,
+    prepared: PreparedData,
+    results: list[Result],
+    failed: Mapping[str, NoResult],
+    references: References,
 ) -> list[Path]:
-    """Write `report.md` and its plots; return the plots."""
+    """Write `report.md` with its plots, and `references.json`; return the plots."""
     from hsa.analysis.plots import plot_confusion, plot_curves
     from hsa.analysis.sparsity import plot_sparsity
 
@@ -134,11 +196,11 @@ def write_report(
         pictures.append(folder / "sparsity.png")
         plot_sparsity(pictures[-1], sparse)
         pictures += _plot_trees(folder, next(iter(sparse)), prepared)
-    header, rows = columns(results, failed)
+    header, rows = columns(results, failed, references)
     lines = [f"# {prepared.name}", "", *markdown_table(header, rows)]
     caption = _caption(header)
     lines += ["", f"{caption[0].upper()}{caption[1:]}."]
-    lines += ["", *(f"- {line}" for line in [*report_lines(prepared, results), *lines_of(failed)]), ""]
+    lines += ["", *(f"- {line}" for line in [*report_lines(prepared, results, references), *lines_of(failed)]), ""]
     if meaning := summary(recipe, prepared, results):
         lines += [meaning, ""]
     for model, levels in sparse.items():
@@ -150,6 +212,7 @@ def write_report(
         lines, pictures = [*lines, "", *more_lines], [*pictures, *more_pictures]
     lines += options_section(recipe.options("read", "model", "training"))
     write_text(folder / "report.md", "\n".join(lines))
+    write_json(folder / "references.json", [asdict(reference) for reference in references.all])
     return pictures
 
 

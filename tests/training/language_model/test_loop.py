@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsa.errors import InvalidInput
+from hsa.errors import HsaWarning, InvalidInput
 from hsa.models.language_model import LanguageModel, LanguageModelConfig
 from hsa.training.failures import Diverged
 from hsa.training.language_model.blocks import Blocks
@@ -70,6 +70,20 @@ def test_a_resumed_run_has_the_same_result(tmp_path):
     assert [replace(r, seconds=0.0) for r in again.history] == [replace(r, seconds=0.0) for r in whole.history]
     for ours, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_more_steps_at_a_constant_rate_are_one_run(tmp_path):
+    options = replace(OPTIONS, schedule="constant", warmup=0.0)
+    short, long = (replace(LANGUAGE, steps=steps, evaluate_every=4) for steps in (8, 12))
+    whole = train(options=options, language=long)
+    train(options=options, language=short, folder=tmp_path)
+    with pytest.warns(HsaWarning, match="continues to 12 steps instead of 8. From here the learning rate follows"):
+        again = train(options=options, language=long, folder=tmp_path, resume=True)
+    assert [replace(r, seconds=0.0) for r in again.history] == [replace(r, seconds=0.0) for r in whole.history]
+    for ours, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(InvalidInput, match="expected steps = 12 or more, as in the checkpoint, got steps = 8"):
+        train(options=options, language=short, folder=tmp_path, resume=True)
 
 
 def test_resuming_with_other_options(tmp_path):

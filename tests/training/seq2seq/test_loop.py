@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from hsa.errors import InvalidInput
+from hsa.errors import HsaWarning, InvalidInput
 from hsa.models.options import ModelOptions
 from hsa.training.loop import Interrupted, Silent
 from hsa.training.options import DataOptions, LanguageOptions, Seq2SeqOptions, TrainingOptions
@@ -119,6 +120,25 @@ def test_a_resumed_run_has_the_same_result(prepared: PreparedPairs, tmp_path) ->
     other = seq2seq_config(prepared, "hierarchical", MODEL, LANGUAGE, Seq2SeqOptions(cross_top_k=1))
     with pytest.raises(InvalidInput, match="top_k"):
         train_seq2seq(other, prepared, options, folder=tmp_path, resume=True)
+
+
+def test_more_epochs(prepared: PreparedPairs, tmp_path) -> None:
+    """At a constant rate they are one run; a run without patience left is not continued."""
+    options = TrainingOptions(epochs=3, learning_rate=1e-2, batch_size=8, schedule="constant", warmup=0.0, patience=0)
+    config = seq2seq_config(prepared, "flat", MODEL, LANGUAGE, Seq2SeqOptions())
+    whole, history = train_seq2seq(config, prepared, options)
+    train_seq2seq(config, prepared, replace(options, epochs=1), folder=tmp_path)
+    with pytest.warns(HsaWarning, match=r"continues to 3 epochs instead of 1\. .* \(0\.01 now\)"):
+        model, again = train_seq2seq(config, prepared, options, folder=tmp_path, resume=True)
+    assert [r.loss for r in again] == [r.loss for r in history]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    impatient = replace(options, epochs=9, patience=1, learning_rate=1e-30)
+    _, before = train_seq2seq(config, prepared, impatient, folder=tmp_path / "impatient")
+    with pytest.warns(HsaWarning, match="ended before its 9 epochs because of --patience, so that more epochs do not"):
+        _, after = train_seq2seq(
+            config, prepared, replace(impatient, epochs=12), folder=tmp_path / "impatient", resume=True
+        )
+    assert after == before
 
 
 def test_bad_input(tmp_path, prepared: PreparedPairs) -> None:

@@ -36,6 +36,7 @@ from hsa.training.data.sources import (
     Columns,
     Folders,
     ImageReader,
+    NamedSource,
     News,
     Rows,
     Source,
@@ -128,7 +129,7 @@ class PreparedData:
 
 def _sources(
     data: Path | None, options: DataOptions, small: bool, encoder: Any, image_reader: ImageReader
-) -> dict[str, Source]:
+) -> dict[str, NamedSource]:
     """Return the sources of "train", and of "validation" and "test" if they have their own data."""
     if data is None:
         options.refuse("the Python standard library")
@@ -143,6 +144,12 @@ def _sources(
     return {name: open_source(path, columns, image_reader, options) for name, path in paths.items() if path is not None}
 
 
+def read_texts(data: Path | None, options: DataOptions, small: bool) -> dict[str, str]:
+    """Return the whole text of every example by its name, as in `DataSet.names`; without text, an empty one."""
+    sources = _sources(data, options, small, None, read_image)
+    return {name: text for source in sources.values() for name, text in source.named_texts()}
+
+
 def columns_of(options: DataOptions) -> Columns:
     """Return the roles of the columns."""
     numeric = options.task == "regression"
@@ -154,7 +161,7 @@ def open_source(
     columns: Columns,
     image_reader: ImageReader = read_image,
     table: TableFormat = TableFormat(),  # noqa: B008
-) -> Source:
+) -> NamedSource:
     """Open a file of rows, or a folder with one subfolder per class."""
     if data.is_dir():
         table.refuse("a folder")

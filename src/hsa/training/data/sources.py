@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,13 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """Return a hash that changes with the data, the key of the cached data set."""
+
+
+class NamedSource(Source, Protocol):
+    """Source that yields the texts of examples by name."""
+
+    def named_texts(self) -> Iterator[tuple[str, str]]:
+        """Yield the name (`where`) of every example with its whole text; without text, an empty one."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,10 @@ class Rows:
         for name in self.columns.text:
             yield from (str(value) for value in self.rows.column(name) if value is not None)
 
+    def named_texts(self) -> Iterator[tuple[str, str]]:
+        for i, cells in enumerate(zip(*map(self.rows.column, self.columns.text), strict=True)):
+            yield self.rows.where(i), "\n".join(str(cell) for cell in cells if cell is not None and cell == cell)
+
     def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
         columns = self.columns
         first: tuple[str, int] | None = None  # kind of the first label, and its row
@@ -186,13 +198,15 @@ class Files:
         self.files, self.language, self.image_reader = files, language, image_reader
 
     def texts(self) -> Iterator[str]:
+        return (text for _, text in self.named_texts() if text)
+
+    def named_texts(self) -> Iterator[tuple[str, str]]:
         for _, file in self.files:
             try:
-                text = text_of(file)
+                text = text_of(file) or ""
             except InvalidInput:
                 continue  # `examples` reports the same file
-            if text:
-                yield text
+            yield str(file), text
 
     def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
         for name, file in self.files:
@@ -247,8 +261,11 @@ class News:
         return (path / "news").is_dir()
 
     def texts(self) -> Iterator[str]:
+        return (text for _, text in self.named_texts())
+
+    def named_texts(self) -> Iterator[tuple[str, str]]:
         for example in read_n24news(self.path, self.split, image_reader=None):
-            yield " ".join(map(str, collate([example.signal]).values.get("text", ())))
+            yield example.where, " ".join(map(str, collate([example.signal]).values.get("text", ())))
 
     def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
         yield from read_n24news(
@@ -304,6 +321,9 @@ class StandardLibrary:
     def texts(self) -> Iterator[str]:
         return (source for _, _, source in self.definitions)
 
+    def named_texts(self) -> Iterator[tuple[str, str]]:
+        return ((where, source) for _, where, source in self.definitions)
+
     def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
         for package, where, source in self.definitions:
             try:
@@ -312,15 +332,17 @@ class StandardLibrary:
                 on_bad(error)
 
     def fingerprint(self) -> str:
-        return digest([sys.version, str(self.folder), str(self.most), str(len(self.definitions))])
+        return digest([sys.version, str(self.folder), str(self.most), *(where for _, where, _ in self.definitions)])
 
 
 def _definitions(file: Path) -> Iterator[tuple[str, str]]:
     try:
         source = load_text(file)
+        seen = Counter[str]()
         for name, _, text in definitions(source, where=str(file)):
             if len(text) > 80:  # stubs hardly differ between packages
-                yield name, text
+                seen[name] += 1
+                yield (name if seen[name] == 1 else f"{name} ({seen[name]})"), text
     except InvalidInput:  # files of other encodings, or broken on purpose
         return
 
@@ -340,6 +362,6 @@ def digest_arrays(*arrays: np.ndarray) -> str:
 
 
 def stamp(path: Path) -> str:
-    """Return path, size and modification time of a file."""
+    """Return path, size and modification time of a file; the path also as given, because names of examples contain it."""
     stat = path.stat()
-    return f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    return f"{path} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}"

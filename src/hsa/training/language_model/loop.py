@@ -281,7 +281,10 @@ class _Run:
 
     def _restore(self, path: Path) -> None:
         training = self._fingerprint()
-        self.progress, saved = checkpoint.resume(path, training, _Progress, self.model, self.optimizer)
+        growing = ("epochs", "steps")
+        self.progress, saved = checkpoint.resume(path, training, _Progress, self.model, self.optimizer, growing)
+        if (was := saved["training"]["steps"]) < self.total:
+            checkpoint.warn_longer(path.parent, was, self.total, "steps", self._rate())
         self.course.restore(saved.get("carried"))
 
     @cached_property

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hsa.analysis.tables import markdown_table, terminal_table
+from hsa.analysis.tables import TerminalTable, markdown_table, terminal_table
 from hsa.files import write_text
 from hsa.training.failures import NoResult, lines_of, rows_without_results
 from hsa.training.language_model.data import LmData
@@ -14,9 +13,7 @@ from hsa.training.language_model.experiment import LmResult
 from hsa.training.recipe import Recipe
 from hsa.training.report import fewer_operations, options_section
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
+_OPTIONAL = ("tokens seen", "loss", "parameters")
 _CAPTION = "bits: per character; operations: attention operations per token of a test block, all layers"
 
 
@@ -40,9 +37,9 @@ def lm_columns(results: list[LmResult], failed: Mapping[str, NoResult]) -> tuple
     return header, rows + rows_without_results(failed, len(header))
 
 
-def lm_table(results: list[LmResult], failed: Mapping[str, NoResult]) -> Table:
+def lm_table(results: list[LmResult], failed: Mapping[str, NoResult]) -> TerminalTable:
     """Return the table of results for the terminal."""
-    return terminal_table(*lm_columns(results, failed), _CAPTION)
+    return terminal_table(*lm_columns(results, failed), _CAPTION, _OPTIONAL)
 
 
 def lm_lines(results: list[LmResult]) -> list[str]:

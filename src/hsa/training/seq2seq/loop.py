@@ -183,9 +183,13 @@ class _Run:
             bool(self.options.patience) and self.progress.epoch - 1 - self.progress.best_epoch >= self.options.patience
         )
 
+    def _done(self) -> int:
+        """Return the number of steps so far."""
+        return sum(self.steps[: self.progress.epoch]) + len(self.progress.losses)
+
     def _epoch(self, stop: Callable[[], bool]) -> None:
         state, total, longest = self.progress, sum(self.steps), 60 * self.options.checkpoint_minutes
-        done = sum(self.steps[: state.epoch]) + len(state.losses)
+        done = self._done()
         self.model.train()
         batches = self._batches(state.epoch)[len(state.losses) :]
         began = saved = time.monotonic()
@@ -255,7 +259,11 @@ class _Run:
 
     def _restore(self, path: Path) -> None:
         training = self._fingerprint()
-        self.progress, saved = checkpoint.resume(path, training, _Progress, self.model, self.optimizer)
+        self.progress, saved = checkpoint.resume(path, training, _Progress, self.model, self.optimizer, ("epochs",))
+        if (was := saved["training"]["epochs"]) < self.options.epochs:
+            rate = learning_rate(self.options, self._done(), sum(self.steps))
+            ended = "--patience" if self._has_stopped() and not self.progress.losses else None
+            checkpoint.warn_longer(path.parent, was, self.options.epochs, "epochs", rate, ended)
         self.best_weights = saved.get("best_weights")
 
     def _fingerprint(self) -> dict[str, Any]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from hsa.analysis.tables import markdown_table, terminal_table
+from hsa.analysis.tables import TerminalTable, markdown_table, terminal_table
 from hsa.files import write_json, write_text
 from hsa.models.saved import save_seq2seq
 from hsa.training.data.prepare import save_input_spec
@@ -21,9 +20,7 @@ from hsa.training.report import options_section
 from hsa.training.seq2seq.data import PreparedPairs
 from hsa.training.seq2seq.loop import Seq2SeqResult, seq2seq_config, seq2seq_result, train_seq2seq
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
+_OPTIONAL = ("parameters", "loss")
 _CAPTION = (
     "tokens: share of answer tokens predicted correctly, given the true tokens before; "
     "exact: share of generated answers that are correct in full"
@@ -96,9 +93,9 @@ def seq2seq_columns(
     return header, rows + rows_without_results(failed, len(header))
 
 
-def seq2seq_table(results: Sequence[Seq2SeqResult], failed: Mapping[str, NoResult]) -> Table:
+def seq2seq_table(results: Sequence[Seq2SeqResult], failed: Mapping[str, NoResult]) -> TerminalTable:
     """Return the table of results for the terminal."""
-    return terminal_table(*seq2seq_columns(results, failed), _CAPTION)
+    return terminal_table(*seq2seq_columns(results, failed), _CAPTION, _OPTIONAL)
 
 
 def example_lines(result: Seq2SeqResult, width: int = 160) -> list[str]:
