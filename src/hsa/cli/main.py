@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hsa.cli.help import FULL, SHORT, HelpPage, print_help, show_default
-from hsa.cli.threads import wait_passively
+from hsa.cli.threads import limit_spinning
 from hsa.errors import HsaError, HsaWarning
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _PROBLEM = 2  # exit code of everything the user can put right
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: with 0 after success, with 2 and one line on stderr after an error of the user."""
-    wait_passively()
+    limit_spinning()
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     command = tokens[0] if tokens and tokens[0] in COMMANDS else None
     try:
