@@ -85,7 +85,7 @@ def test_the_main_job_runs_offline(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "bottom-up against flat" in result.stdout
-    assert {"bottom-up", "hierarchical", "flat", "report.md", "depth.png"} <= {
+    assert {"bottom-up", "hierarchical", "flat", "report.md", "lengths.png"} <= {
         p.name for p in (tmp_path / "run").iterdir()
     }
 

@@ -80,9 +80,9 @@ def test_without_data_expressions_are_learned(call):
     assert list(results) == ["bottom-up", "hierarchical", "flat"]
     assert f"{results[meaning[1]]['scores']['accuracy']:.0%}" == f"{meaning[2]}%"
     report = (folder / "report.md").read_text()
-    assert "## Accuracy by the depth of expressions" in report
+    assert "## Accuracy by the length of expressions" in report
     assert meaning[0] in report
-    with Image.open(folder / "depth.png") as image:
+    with Image.open(folder / "lengths.png") as image:
         assert min(image.size) > 300
     code, _, err = call("predict", folder, "[MAX 1 2 ]")
     assert code == 2

@@ -4,23 +4,17 @@ import numpy as np
 import pytest
 
 from hsa.research.listops.generator import Expression
-from hsa.research.listops.report import by_depth, depths, summary
+from hsa.research.listops.report import by_length, summary
 from hsa.training.data.data_set import Example, build
 
 
-def nested(levels):
-    return Expression(0, (1, 2 if levels == 1 else nested(levels - 1)))
-
-
-def test_depth_is_the_number_of_nested_operations():
-    examples = [Example(nested(levels).signal(), "1", str(levels)) for levels in (3, 1, 2, 5)]
-    assert depths(build(examples, "classification")).tolist() == [3, 1, 2, 5]
-
-
-def test_accuracy_by_depth_leaves_out_rare_depths():
-    depth = np.repeat([1, 2, 4], [40, 20, 19])
-    right = np.concatenate([np.repeat([True, False], [10, 30]), np.ones(20, bool), np.zeros(19, bool)])
-    assert by_depth(right, depth) == {1: 0.25, 2: 1.0}
+def test_accuracy_by_length_splits_into_equal_parts():
+    lengths = np.repeat([30, 20, 60, 50, 40], 7)
+    right = np.repeat([1, 1, 0, 0, 1], 7) * np.tile([1, 1, 1, 1, 1, 0, 0], 5)
+    shares = by_length(right, lengths)
+    assert list(shares) == [20, 30, 40, 50, 60]
+    assert list(shares.values()) == pytest.approx([5 / 7, 5 / 7, 5 / 7, 0, 0])
+    assert list(by_length(np.array([True]), np.array([3]))) == [3.0]  # fewer expressions than parts
 
 
 def results(**accuracies):

@@ -1,4 +1,4 @@
-"""Additions to the training report of listops: accuracy by the depth of expressions, and what the results mean."""
+"""Additions to the training report of listops: accuracy by the length of expressions, and what the results mean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hsa.analysis.plots import COLORS, add_legend, pyplot, save_figure
+from hsa.analysis.plots import COLORS, pyplot, save_figure
 from hsa.analysis.tables import markdown_table
 from hsa.models.saved import load_model
 from hsa.training.accelerator import make_accelerator
@@ -18,27 +18,29 @@ from hsa.training.loop import Trainer
 from hsa.training.options import TrainingOptions
 from hsa.training.recipe import Recipe
 
-PICTURE = "depth.png"
-FEWEST = 20
-"""Number of test expressions of a depth from which its accuracy is shown."""
+PICTURE = "lengths.png"
+PARTS = 5
+"""Number of equally large parts of the test expressions, by length."""
 KNOWS_TREE = ("hierarchical", "multiscale", "bottom-up", "hierarchical-trilinear")
 """Models that read the tree of an expression; the others read its tokens."""
 
 
 def report(folder: Path, recipe: Recipe, prepared: PreparedData) -> tuple[list[str], list[Path]]:
-    """Return the accuracy by depth as lines of the report, and its picture."""
+    """Return the accuracy by length as lines of the report, and its picture."""
     test = prepared.test
     right = {name: _is_right(folder / name, test) for name in recipe.models if (folder / name).is_dir()}
-    accuracies = {name: by_depth(own, depths(test)) for name, own in right.items()}
-    frequent = by_depth((test.targets == test.targets.bincount().argmax()).numpy(), depths(test))
-    plot_depths(folder / PICTURE, accuracies, frequent)
+    accuracies = {name: by_length(own, test.lengths) for name, own in right.items()}
+    frequent = by_length((test.targets == test.targets.bincount().argmax()).numpy(), test.lengths)
+    plot_lengths(folder / PICTURE, accuracies, frequent)
     rows = [[name, *(f"{share:.3f}" for share in of.values())] for name, of in accuracies.items()]
     lines = [
-        "## Accuracy by the depth of expressions",
+        "## Accuracy by the length of expressions",
         "",
-        *markdown_table(["model", *(f"{depth} levels" for depth in frequent)], rows),
+        *markdown_table(["model", *(f"{length:.0f} tokens" for length in frequent)], rows),
         "",
-        f"![depth]({PICTURE})",
+        f"Mean lengths of {PARTS} equally large parts of the test expressions.",
+        "",
+        f"![lengths]({PICTURE})",
     ]
     return lines, [folder / PICTURE]
 
@@ -56,33 +58,26 @@ def summary(prepared: PreparedData, results: Sequence[Result]) -> str:
     return f"{'; '.join(parts)}; the most frequent answer is right for {frequent:.0%}."
 
 
-def depths(data: DataSet) -> np.ndarray:
-    """Return the number of levels of nested operations of every expression."""
-    structure = data.batch.hierarchy.structure
-    return structure.height[structure.parent < 0]
+def by_length(right: np.ndarray, lengths: np.ndarray) -> dict[float, float]:
+    """Return the share of right answers in equally large parts of the expressions, by the mean length of each part.
+
+    >>> by_length(np.array([1, 0, 1, 1, 0, 0, 0, 1, 0, 0]), np.array([1, 9, 2, 3, 10, 8, 7, 4, 6, 5]))
+    {1.5: 1.0, 3.5: 1.0, 5.5: 0.0, 7.5: 0.0, 9.5: 0.0}
+    """
+    parts = np.array_split(np.argsort(lengths, kind="stable"), PARTS)
+    return {float(lengths[part].mean()): float(right[part].mean()) for part in parts if len(part)}
 
 
-def by_depth(right: np.ndarray, depth: np.ndarray) -> dict[int, float]:
-    """Return the share of right answers of every depth that has enough expressions."""
-    numbers, counts = np.unique(depth, return_counts=True)
-    return {
-        int(n): float(right[depth == n].mean()) for n, count in zip(numbers, counts, strict=True) if count >= FEWEST
-    }
-
-
-def plot_depths(path: Path, accuracies: Mapping[str, Mapping[int, float]], frequent: Mapping[int, float]) -> None:
-    """Plot accuracy against depth, a line per model and one for the most frequent answer."""
-    figure, axes = pyplot().subplots(figsize=(6, 3.8), layout="constrained")
+def plot_lengths(path: Path, accuracies: Mapping[str, Mapping[float, float]], frequent: Mapping[float, float]) -> None:
+    """Plot accuracy against length, a line per model and one for the most frequent answer."""
+    figure, axes = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
     for color, (name, of) in zip(COLORS * 3, accuracies.items(), strict=False):
         axes.plot(list(of), list(of.values()), color=color, marker="o", ms=4, label=name)
     axes.plot(list(frequent), list(frequent.values()), color="black", ls=":", lw=1, label="most frequent answer")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(
-        xlabel="levels of nested operations", ylabel="test accuracy", ylim=(0, 1), title="ListOps: accuracy by depth"
-    )
+    axes.set(xlabel="tokens per expression", ylabel="test accuracy", ylim=(0, 1), title="ListOps: accuracy by length")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    add_legend(figure, axes)
+    axes.legend(frameon=False, fontsize=8, ncols=2)
     save_figure(figure, path)
 
 
