@@ -125,17 +125,36 @@ def _mean_and_spread(head: Head) -> Tensor:
     return head.pooled + head.spreads()[0]
 
 
-def _eight_bits(head: Head, centred: bool = True) -> Tensor:
-    """Round means relative to the mean of the first chunk, whose product with a query is exact."""
+def _in_half(head: Head, weights: Callable[[Tensor], Tensor], eight_bits: bool = False) -> Tensor:
+    """Estimate in half of the channels, relative to the mean of the chunk.
 
-    def rounded(x: Tensor) -> Tensor:
-        return x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
+    Args:
+        head: Queries and keys.
+        weights: Weight of each channel for the keys of the first chunk; the pairs with the largest sums are taken.
+        eight_bits: Whether to round queries, means and spreads.
+    """
+    dim = head.q.shape[1]
+    pairs = weights(head.k[:CHUNK]).view(2, -1).sum(0).topk(dim // 4).indices
+    channels = torch.cat([pairs, pairs + dim // 2])
+    chunks = head.k.view(-1, CHUNK, dim).mean(1).repeat_interleave(CHUNK // head.size, 0)  # of each group
+    parts = head.q * math.sqrt(dim), (head.groups.mean(1) - chunks) / 4, head.directions[:, 0] / 4
+    q, mean, spread = (x[:, channels] for x in parts)
+    if eight_bits:
+        q, mean, spread = (x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() for x in (q, mean, spread))
+    relative = (q @ mean.T + (q @ spread.T).abs()) * (4 / math.sqrt(dim))
+    return head.q @ chunks.T + relative + math.log(head.size)
 
-    scale = math.sqrt(head.q.shape[1])
-    centre = head.k[:CHUNK].mean(0) if centred else torch.zeros_like(head.k[0])
-    q, mean = rounded(head.q * scale) / scale, 4 * rounded((head.groups.mean(1) - centre) / 4)
-    spread = (q @ (4 * rounded(head.directions[:, 0] / 4)).T).abs()
-    return q @ mean.T + (head.q @ centre)[:, None] + math.log(head.size) + spread
+
+def _length(k: Tensor) -> Tensor:
+    return k.norm(dim=0)
+
+
+def _deviation(k: Tensor) -> Tensor:
+    return (k - k.mean(0)).norm(dim=0)
+
+
+def _long_and_varying(k: Tensor) -> Tensor:
+    return _length(k) * _deviation(k)
 
 
 def _halves(head: Head) -> Tensor:
@@ -173,9 +192,14 @@ def _both_sides(head: Head) -> Tensor:
 Estimate = Callable[[Head], Tensor]
 # Name, products per group, keys per group, parts of the normaliser, and estimate.
 ESTIMATES: tuple[tuple[str, int, int, Estimate, Estimate], ...] = (
-    ("mean and spread (`hsa.clustered_attention`)", 2, 8, _nodes, _mean_and_spread),
-    ("mean and spread, 8 bits (its kernels)", 2, 8, _nodes, _eight_bits),
-    ("the same, means not relative to the first chunk", 2, 8, _nodes, lambda head: _eight_bits(head, centred=False)),
+    ("mean and spread", 2, 8, _nodes, _mean_and_spread),
+    (
+        "in half of the channels, with long and varying keys (`hsa.clustered_attention`)",
+        *(1, 8, _nodes, lambda head: _in_half(head, _long_and_varying)),
+    ),
+    ("the same in 8 bits (its kernels)", 1, 8, _nodes, lambda head: _in_half(head, _long_and_varying, eight_bits=True)),
+    ("in half of the channels, with long keys", 1, 8, _nodes, lambda head: _in_half(head, _length)),
+    ("in half of the channels, with varying keys", 1, 8, _nodes, lambda head: _in_half(head, _deviation)),
     ("mean", 1, 8, _nodes, lambda head: head.pooled),
     ("mean and two spreads", 3, 8, _nodes, lambda head: head.pooled + head.spreads(2).square().sum(0).sqrt()),
     ("means of two halves", 2, 8, _nodes, _halves),
