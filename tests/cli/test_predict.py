@@ -268,8 +268,8 @@ def test_answers(call, monkeypatch):
 
 
 def test_formats_of_data_that_are_no_tables_are_refused(fails):
-    for task in ("classification", "lm", "seq2seq"):
-        line = fails("train", "--quick", "--task", task, "--delimiter", ";", "--out", "run")
+    for own in (("--example", "python"), ("--task", "lm"), ("--task", "seq2seq")):
+        line = fails("train", "--quick", *own, "--delimiter", ";", "--out", "run")
         assert line.startswith("delimiter: expected no value, got ';' for")
     Path("films/pos").mkdir(parents=True)
     Path("films/pos/a.txt").write_text("good")

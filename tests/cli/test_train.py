@@ -181,7 +181,7 @@ def test_suggested_commands_are_quoted(call, tmp_path):
     words = shlex.split(out.splitlines()[-1])
     assert words == ["next:", "hsa", "predict", "runs/my reviews/hierarchical", str(data)]
     code, out, err = call(*words[2:])
-    assert (code, len(out.splitlines()), err) == (0, 40, "")
+    assert (code, len(out.splitlines()), err) == (0, 41, "")  # with a header
 
 
 def test_nothing_is_learned(call, tmp_path):

@@ -195,7 +195,8 @@ def _report(
     model = folder / results[0].model
     following: tuple[object, ...] = ("hsa", "predict", model, *_data_to_predict(recipe, prepared))
     if prepared.input_spec.kind == "generated":
-        following = ("hsa", "train", "YOUR.csv", "--text", "COLUMN", "--label", "COLUMN")
+        own = ("hsa", "train", "YOUR.csv", "--text", "COLUMN", "--label", "COLUMN")
+        following = own if recipe.read.example else ()
     print_paths(console, model, folder / "report.md", pictures, following)
 
 
