@@ -250,7 +250,7 @@ def keys_at(wanted: float, keys: np.ndarray, errors: np.ndarray) -> str:
 @torch.inference_mode()
 def main(file: Path, name: str) -> None:
     layers, rows = torch.load(file), []
-    for name, products, size, parts, estimate in ESTIMATES:
+    for title, products, size, parts, estimate in ESTIMATES:
         results = [
             list(measure(head, estimate(head), head.normalizer(parts(head))))
             for layer in layers.values()
@@ -258,7 +258,7 @@ def main(file: Path, name: str) -> None:
         ]
         listed, errors = np.moveaxis(np.array(results), 2, 0)
         keys, error = listed.mean(0), np.sqrt((errors**2).mean(0))
-        rows.append([name, products * 8 // size, *(keys_at(e, keys, error) for e in ERRORS)])
+        rows.append([title, products * 8 // size, *(keys_at(e, keys, error) for e in ERRORS)])
         print(*rows[-1], sep=" · ", flush=True)
     header = ("estimate", "products per 8 keys", *(f"keys at {e:.0%}" for e in ERRORS))
     notes = (
