@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hsa.training.recipe import Recipe
-from hsa.training.tasks import EXAMPLES, TASKS, Task
+from hsa.training.tasks import EXAMPLES, TASKS
 
 _SOME_DATA = Path("DATA")
 
@@ -23,7 +23,7 @@ def defaults_by_task(names: Iterable[str] | None = None, *, models: bool = True)
     """
     lines = ["Defaults by task, where they differ from those of --task classification with DATA:", ""]
     for name in TASKS.names() if names is None else names:
-        lines += [f"- {title}: {changes}" for title, changes in _of_task(name, TASKS.get(name), models)]
+        lines += [f"- {title}: {changes}" for title, changes in _of_task(name, models)]
     usual = TASKS.get("classification").preset(_SOME_DATA, False)
     for name in EXAMPLES.names():
         changes = changed_options(EXAMPLES.get(name).preset(None, False), usual)
@@ -64,9 +64,9 @@ def changed_options(recipe: Recipe, since: Recipe) -> dict[str, Any]:
     return {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
 
 
-def _of_task(name: str, task: Task, models: bool) -> list[tuple[str, str]]:
+def _of_task(name: str, models: bool) -> list[tuple[str, str]]:
     """Return titles and changes: with DATA; without DATA, relative to that; with --quick, relative to that."""
-    preset = task.preset
+    preset = TASKS.get(name).preset
     usual = preset(_SOME_DATA, False)
     cases = {
         name: changed_options(usual, Recipe()),

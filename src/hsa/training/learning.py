@@ -1,4 +1,4 @@
-"""Whether models have learned anything: a model that is no better than a constant answer has not."""
+"""Detection of models that have learned nothing: they are no better than a constant answer."""
 
 from __future__ import annotations
 
